@@ -1,0 +1,70 @@
+"""The plan of a candidate build: everything that a tuning run wants to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from .key import CompileKey
+from .plan import BuildPlan, manifest_targets, plan_items
+from .problem import DType, Problem, Target
+from .search import PROBES, candidate_keys, probe_key
+from .toolchain import toolchain
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
+    from .store import Store
+
+__all__ = ["plan_candidates"]
+
+PROBE_MODEL = "measurements"
+"""Who asks for the probe kernels, where an artifact's models are listed."""
+
+
+def plan_candidates(
+    *manifests: Manifest,
+    store: Store,
+    targets: Iterable[Target | str] = (),
+    force: bool = False,
+) -> BuildPlan:
+    """Decide what to compile so that every tile of the manifests' routers can be measured.
+
+    Tiles are measured with fp32 output and dependent launch, whatever the routers ask for: the
+    output's type and the launch change what a call costs, not which tile is best. Has no needs, so
+    a build of it proves no coverage. Raises what `plan_build` raises.
+    """
+    keys: dict[str, CompileKey] = {}
+    models: dict[str, dict[str, None]] = {}
+    used: dict[str, None] = {}
+    for manifest, wanted in manifest_targets(manifests, targets):
+        for target in wanted:
+            used[str(target)] = None
+            for kind in PROBES:
+                key = probe_key(kind, target)
+                keys[key.digest()] = key
+                models[key.digest()] = {PROBE_MODEL: None}
+            for router in manifest.routers:
+                problems = (
+                    Problem(tokens, router.experts, router.hidden, DType.FP32, True)
+                    for tokens in router.tokens
+                )
+                for key in candidate_keys(problems, target):
+                    digest = key.digest()
+                    keys[digest] = key
+                    models.setdefault(digest, {})[router.model] = None
+    compiler = toolchain()
+    return BuildPlan(
+        manifests=tuple(manifest.name for manifest in manifests),
+        store=store.root,
+        targets=tuple(used),
+        compiler=compiler,
+        force=force,
+        items=plan_items(
+            keys,
+            {digest: tuple(askers) for digest, askers in models.items()},
+            store=store,
+            compiler=compiler,
+            force=force,
+        ),
+        needs=(),
+    )

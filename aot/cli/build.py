@@ -1,0 +1,224 @@
+"""The commands `build` and `plan`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from .command import HelpfulCommand, common_options, store_option
+from .output import Output
+
+if TYPE_CHECKING:
+    from ..builder import BuildPlan, Event
+    from ..manifest import Manifest
+    from ..store import Store
+
+__all__ = ["build_command", "plan_command"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _plan_options(function: Function) -> Function:
+    for decorate in (
+        click.option(
+            "--force", is_flag=True, help="Compile what the store has and is up to date, too."
+        ),
+        store_option,
+        click.option(
+            "--target",
+            "targets",
+            metavar="TARGET",
+            multiple=True,
+            help="Build for this target, as sm_90a, in place of the manifests' own; repeatable.",
+        ),
+        click.argument("manifests", metavar="MANIFEST...", nargs=-1, required=True),
+    ):
+        function = decorate(function)
+    return function
+
+
+@click.command(
+    "build",
+    cls=HelpfulCommand,
+    examples=(
+        "llbf16-aot build dsv4",
+        "llbf16-aot build my-routers.yaml --target sm_90a --store /opt/kernels",
+        "llbf16-aot build dsv4 --dry-run",
+        "llbf16-aot build all-routers --candidates --target sm_90a",
+    ),
+    variables=("LLBF16_AOT_STORE", "LLBF16_AOT_JOBS", "LLBF16_AOT_COMPILE_TIMEOUT_S"),
+)
+@_plan_options
+@click.option(
+    "-j",
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Run N compiler processes at once; default: LLBF16_AOT_JOBS, else one for each core.",
+)
+@click.option(
+    "--candidates",
+    is_flag=True,
+    help="Compile every tile that `tune` measures for these routers, not what a table chooses.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
+@click.option("--no-progress", is_flag=True, help="Show no progress line on the terminal.")
+@common_options
+@click.pass_obj
+def build_command(
+    output: Output,
+    *,
+    manifests: tuple[str, ...],
+    targets: tuple[str, ...],
+    store_path: Path | None,
+    force: bool,
+    jobs: int | None,
+    candidates: bool,
+    dry_run: bool,
+    no_progress: bool,
+) -> None:
+    """Compile what manifests need and the store lacks; prove coverage.
+
+    MANIFEST is a path, or the name of a manifest that comes with the package. The build ends with
+    a table of every router, number of tokens and target with the artifact that serves it; a gap
+    fails it. Needs no GPU.
+    """
+    from ..builder import execute
+
+    loaded, store, plan = _plan(
+        manifests, targets=targets, store_path=store_path, force=force, candidates=candidates
+    )
+    if not candidates:
+        _warn_of_other_tuning(output, loaded)
+    if dry_run:
+        output.result(plan.to_data(), str(plan))
+        return
+    progress = _Progress(len(plan.work), shown=output.shows_progress and not no_progress)
+    try:
+        report = execute(plan, store=store, jobs=jobs, on_event=progress)
+    finally:
+        progress.clear()
+    from ..errors import AotError
+
+    for result in report.refused if candidates else ():
+        reason = "" if result.error is None else result.error.message
+        output.note(f"no candidate: {result.item.key}: {reason}")
+    try:
+        if candidates:
+            report.check_candidates()
+        else:
+            report.check()
+    except AotError as error:
+        output.fail(error, report.to_data(), str(report))
+    output.result(report.to_data(), str(report))
+
+
+@click.command(
+    "plan",
+    cls=HelpfulCommand,
+    examples=(
+        "llbf16-aot plan dsv4",
+        "llbf16-aot plan my-routers.yaml --target sm_100a --json",
+    ),
+    variables=("LLBF16_AOT_STORE",),
+)
+@_plan_options
+@common_options
+@click.pass_obj
+def plan_command(
+    output: Output,
+    *,
+    manifests: tuple[str, ...],
+    targets: tuple[str, ...],
+    store_path: Path | None,
+    force: bool,
+) -> None:
+    """Show what a build would do, and what would serve which problem.
+
+    MANIFEST is a path, or the name of a manifest that comes with the package.
+    """
+    loaded, _, plan = _plan(manifests, targets=targets, store_path=store_path, force=force)
+    _warn_of_other_tuning(output, loaded)
+    compiler = "not installed" if plan.compiler is None else _versions(plan.compiler)
+    text = f"store: {plan.store}\ncompiler: {compiler}\n\n{plan}\n\n{plan.coverage_text()}"
+    output.result(plan.to_data(), text)
+
+
+def _versions(compiler: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in compiler.items())
+
+
+def _plan(
+    names: tuple[str, ...],
+    *,
+    targets: tuple[str, ...],
+    store_path: Path | None,
+    force: bool,
+    candidates: bool = False,
+) -> tuple[tuple[Manifest, ...], Store, BuildPlan]:
+    from ..candidates import plan_candidates
+    from ..environment import Environment
+    from ..manifest import Manifest
+    from ..plan import plan_build
+    from ..store import Store
+
+    store = Store(Environment().store_location(store_path).root)
+    manifests = tuple(Manifest.load(name) for name in names)
+    decide = plan_candidates if candidates else plan_build
+    return manifests, store, decide(*manifests, store=store, targets=targets, force=force)
+
+
+def _warn_of_other_tuning(output: Output, manifests: tuple[Manifest, ...]) -> None:
+    """A runtime with another table asks for keys that this build does not make."""
+    from ..environment import Environment
+
+    wanted = Environment().tuning
+    used = {router.tuning for manifest in manifests for router in manifest.routers}
+    if wanted is not None and used != {wanted}:
+        output.warn(
+            f"LLBF16_AOT_TUNING is {wanted}, which the runtime follows; this build follows the "
+            f"manifests, which name {', '.join(sorted(used))}"
+        )
+
+
+class _Progress:
+    """One line on the terminal that tells how far a build is."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._total = total
+        self._shown = shown
+        self._done = 0
+        self._width = 0
+
+    def __call__(self, event: Event) -> None:
+        """Show an event of the build."""
+        from ..builder import CompileStarted, Settled
+
+        if isinstance(event, Settled):
+            self._done += 1
+            self._show(f"{event.result.outcome.value} {event.result.item.key}")
+        elif isinstance(event, CompileStarted):
+            self._show(f"compiling {event.item.key}")
+
+    def clear(self) -> None:
+        """Leave no trace on the terminal."""
+        if self._width:
+            self._write(f"\r{'':{self._width}}\r")
+            self._width = 0
+
+    def _show(self, text: str) -> None:
+        import shutil
+
+        columns = shutil.get_terminal_size().columns
+        line = f"[{self._done}/{self._total}] {text}"[: max(columns - 1, 10)]
+        self._write(f"\r{line:{self._width}}")
+        self._width = len(line)
+
+    def _write(self, text: str) -> None:
+        if self._shown:
+            sys.stderr.write(text)
+            sys.stderr.flush()

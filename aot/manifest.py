@@ -1,0 +1,145 @@
+"""The manifest: which routers a deployment has, for which targets. Parsed once, into frozen values.
+
+A manifest is YAML 1.2, schema 1. What is wrong with one is said with file, line, field, value and
+what is allowed, all of it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import msgspec
+
+from .errors import ManifestError
+from .problem import ALIGNMENT_BYTES, DType, Problem, Target
+
+__all__ = [
+    "MANIFEST_SCHEMA",
+    "MAX_FILE_BYTES",
+    "MAX_ROUTERS",
+    "Manifest",
+    "Router",
+    "packaged_manifests",
+]
+
+MANIFEST_SCHEMA = 1
+
+MAX_FILE_BYTES = 64 * 1024
+"""Largest manifest: the YAML parser is slow, and a larger one is no manifest but an attack."""
+
+MAX_ROUTERS = 500
+
+
+class Router(msgspec.Struct, frozen=True):
+    """One router of a model: `hidden` is K, `experts` N, `tokens` the values of M, ascending."""
+
+    model: str
+    hidden: int
+    experts: int
+    tokens: tuple[int, ...]
+    x_dtype: DType
+    weight_dtype: DType
+    out_dtypes: tuple[DType, ...]
+    pdl: tuple[bool, ...]
+    tuning: str
+
+    def problems(self) -> Iterator[Problem]:
+        """Every problem that the router can ask for, once: by output type, then pdl, then M."""
+        for out_dtype, pdl, tokens in product(self.out_dtypes, self.pdl, self.tokens):
+            yield Problem(
+                tokens=tokens,
+                experts=self.experts,
+                hidden=self.hidden,
+                out_dtype=out_dtype,
+                pdl=pdl,
+                x_dtype=self.x_dtype,
+                weight_dtype=self.weight_dtype,
+                alignment_bytes=ALIGNMENT_BYTES,
+            )
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The routers of a deployment and the targets to build them for. `origin` names its file."""
+
+    schema: int
+    name: str
+    targets: tuple[Target, ...]
+    routers: tuple[Router, ...]
+    origin: str
+
+    @classmethod
+    def load(cls, where: str | Path) -> Manifest:
+        """Read a manifest file, or one that comes with the package, by its name.
+
+        A name without a folder that is no file here is looked up among `packaged_manifests`. Raises
+        ManifestError.
+        """
+        from .manifest_reader import did_you_mean
+
+        path = Path(where)
+        if not path.exists() and path.parent == Path() and not path.is_absolute():
+            name = path.name.removesuffix(".yaml")
+            if name in packaged_manifests():
+                path = _folder() / f"{name}.yaml"
+            else:
+                raise ManifestError(
+                    f"{where}: no such file, and no manifest of this name comes with the package"
+                    f"{did_you_mean(name, packaged_manifests())}",
+                    hint=f"name a file, or one of {', '.join(packaged_manifests())}",
+                )
+        return cls.parse(_read(path), origin=str(path))
+
+    @classmethod
+    def parse(cls, text: str, *, origin: str) -> Manifest:
+        """Read a manifest's text; `origin` stands in messages, and relative paths start beside it.
+
+        Raises ManifestError that lists all that is wrong, each with its line.
+        """
+        from .manifest_reader import read_manifest
+
+        return read_manifest(text, origin)
+
+
+def packaged_manifests() -> tuple[str, ...]:
+    """Names of the manifests that come with the package, sorted."""
+    return tuple(sorted(path.stem for path in _folder().glob("*.yaml")))
+
+
+def _folder() -> Path:
+    from importlib import import_module
+
+    locations = import_module(f"{__package__}.manifests").__path__
+    return Path(next(iter(locations)))
+
+
+def _read(path: Path) -> str:
+    """The text of a regular file of bounded size; a FIFO or a device is refused, not waited for."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ManifestError(
+            f"{path}: cannot read the manifest: {reason}",
+            hint=f"name a file, or one of {', '.join(packaged_manifests())}",
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ManifestError(f"{path}: cannot read the manifest: not a regular file")
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ManifestError(
+            f"{path}: the manifest is larger than {MAX_FILE_BYTES} bytes",
+            hint="split it: build takes several manifests",
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ManifestError(
+            f"{path}:{line}: not UTF-8: byte 0x{data[error.start]:02x}",
+            hint="save the file as UTF-8",
+        ) from error

@@ -1,0 +1,348 @@
+"""The reader of manifests: YAML nodes become frozen values, or a list of all that is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from .dispatch import PACKAGED_TABLES
+from .errors import AotError, ManifestError
+from .key import check_target
+from .manifest import MANIFEST_SCHEMA, MAX_ROUTERS, Manifest, Router
+from .problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, VECTOR_ELEMENTS, DType, Target
+
+if TYPE_CHECKING:
+    from ruamel.yaml.nodes import Node
+
+__all__ = ["did_you_mean", "read_manifest"]
+
+
+def read_manifest(text: str, origin: str) -> Manifest:
+    """The manifest of a YAML text; raises ManifestError that lists all that is wrong with it."""
+    return _Reader(origin).manifest(_compose(text, origin))
+
+
+def did_you_mean(value: str, allowed: Iterable[str]) -> str:
+    """The end of a message about a value that is not allowed: the nearest that is, if any is."""
+    close = difflib.get_close_matches(value, list(allowed), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _compose(text: str, origin: str) -> Node | None:
+    """The YAML nodes of the one document; nothing is constructed, so aliases cannot explode."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        node: Node | None = yaml.compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark is not None else 1
+        problem = error.problem or error.context or "not YAML"
+        raise ManifestError(f"{origin}:{line}: not valid YAML: {problem}") from error
+    except YAMLError as error:
+        raise ManifestError(f"{origin}:1: not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise ManifestError(f"{origin}:1: nested too deeply") from error
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+        # ruamel.yaml lets some of these through for malformed directives and escapes.
+        raise ManifestError(f"{origin}:1: not valid YAML: {error}") from error
+    return node
+
+
+_T = TypeVar("_T")
+
+_RANGE = re.compile(r"([0-9]{1,6})\s*-\s*([0-9]{1,6})")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_TAG = "tag:yaml.org,2002:"
+
+_OPTIONAL = ("tokens", "x_dtype", "weight_dtype", "out_dtype", "pdl", "tuning")
+_ROUTER = ("model", "hidden", "experts", *_OPTIONAL)
+_TOP = ("schema", "name", "targets", "defaults", "routers")
+
+
+class _Wrong(Exception):  # noqa: N818 - a message on its way to the list, never seen outside
+    """One thing that is wrong, with its line."""
+
+    def __init__(self, node: Node, message: str) -> None:
+        super().__init__(message)
+        self.line: int = node.start_mark.line + 1
+
+
+class _Reader:
+    """Turns YAML nodes into a manifest, and collects what is wrong with them."""
+
+    def __init__(self, origin: str) -> None:
+        self._origin = origin
+        self._wrong: list[tuple[int, str]] = []
+
+    def manifest(self, root: Node | None) -> Manifest:
+        if root is None:
+            self._fail_now(1, "the manifest is empty")
+        try:
+            top = self._mapping(root, "the manifest", _TOP)
+        except _Wrong as wrong:
+            self._fail_now(wrong.line, str(wrong))
+        for field in ("schema", "name", "targets", "routers"):
+            if field not in top:
+                self._note(root, f"field {field!r} is missing")
+        schema = self._field(top, "schema", self._schema, MANIFEST_SCHEMA)
+        name = self._field(top, "name", self._text, "")
+        targets = self._field(top, "targets", self._targets, ())
+        defaults = self._field(
+            top, "defaults", lambda n, f: self._mapping(n, f, _OPTIONAL, inside="defaults"), {}
+        )
+        nodes = self._field(top, "routers", self._router_nodes, [])
+        routers: dict[Router, None] = {}
+        for node in nodes:
+            router = self._router(node, defaults)
+            if router is not None:
+                if router in routers:
+                    self._note(node, f"router {router.model!r} stands twice with the same fields")
+                routers[router] = None
+        if self._wrong:
+            self._fail()
+        return Manifest(schema, name, targets, tuple(routers), self._origin)
+
+    def _router_nodes(self, node: Node, field: str) -> list[Node]:
+        members = self._list(node, field)
+        if not members:
+            raise _Wrong(node, "routers is empty, must list at least one router")
+        if len(members) > MAX_ROUTERS:
+            raise _Wrong(node, f"routers lists {len(members)}, at most {MAX_ROUTERS} are read")
+        return members
+
+    def _router(self, node: Node, defaults: dict[str, Node]) -> Router | None:
+        before = len(self._wrong)
+        try:
+            own = self._mapping(node, "a router", _ROUTER, inside="a router")
+        except _Wrong as wrong:
+            self._wrong.append((wrong.line, str(wrong)))
+            return None
+        for field in ("model", "hidden", "experts"):
+            if field not in own:
+                self._note(node, f"a router lacks the field {field!r}")
+        fields = {**defaults, **own}
+        if "tokens" not in fields:
+            self._note(node, "a router lacks the field 'tokens', and so do the defaults")
+        router = Router(
+            model=self._field(fields, "model", self._text, ""),
+            hidden=self._field(fields, "hidden", self._hidden, VECTOR_ELEMENTS),
+            experts=self._field(fields, "experts", self._experts, 1),
+            tokens=self._field(fields, "tokens", self._tokens, (1,)),
+            x_dtype=self._field(fields, "x_dtype", self._operand, DType.BF16),
+            weight_dtype=self._field(fields, "weight_dtype", self._operand, DType.BF16),
+            out_dtypes=self._field(fields, "out_dtype", self._out_dtypes, (DType.FP32,)),
+            pdl=self._field(fields, "pdl", self._pdl, (True, False)),
+            tuning=self._field(fields, "tuning", self._tuning, "default"),
+        )
+        return router if len(self._wrong) == before else None
+
+    # One method a kind of value: each returns it, or raises _Wrong with what is allowed.
+
+    def _schema(self, node: Node, field: str) -> int:
+        value = self._integer(node, field, f"{MANIFEST_SCHEMA}")
+        if value != MANIFEST_SCHEMA:
+            raise _Wrong(
+                node, f"{field} is {value}, this version reads schema {MANIFEST_SCHEMA} only"
+            )
+        return value
+
+    def _text(self, node: Node, field: str) -> str:
+        value = self._string(node, field, "text")
+        if not value.strip() or not value.isprintable():
+            raise _Wrong(node, f"{field} is {value!r}, must be printable text, not empty")
+        return value
+
+    def _targets(self, node: Node, field: str) -> tuple[Target, ...]:
+        targets: dict[Target, None] = {}
+        members = self._list(node, field)
+        if not members:
+            raise _Wrong(node, "targets is empty, must list at least one, for example sm_90a")
+        for member in members:
+            text = self._string(member, field, "a target such as sm_90a")
+            try:
+                target = Target.parse(text)
+                check_target(target)
+            except AotError as error:
+                raise _Wrong(
+                    member, f"{field}: {error.message}" + (f" ({error.hint})" if error.hint else "")
+                ) from error
+            if target in targets:
+                raise _Wrong(member, f"{field} lists {text} twice")
+            targets[target] = None
+        return tuple(targets)
+
+    def _hidden(self, node: Node, field: str) -> int:
+        allowed = f"a multiple of {VECTOR_ELEMENTS} from {VECTOR_ELEMENTS} to {MAX_HIDDEN}"
+        value = self._integer(node, field, allowed)
+        if not 1 <= value <= MAX_HIDDEN or value % VECTOR_ELEMENTS:
+            raise _Wrong(node, f"{field} is {value}, must be {allowed}")
+        return value
+
+    def _experts(self, node: Node, field: str) -> int:
+        allowed = f"a number from 1 to {MAX_EXPERTS}"
+        value = self._integer(node, field, allowed)
+        if not 1 <= value <= MAX_EXPERTS:
+            raise _Wrong(node, f"{field} is {value}, must be {allowed}")
+        return value
+
+    def _tokens(self, node: Node, field: str) -> tuple[int, ...]:
+        allowed = f"a number from 1 to {MAX_TOKENS}, a range such as 1-16, or a list of both"
+        values: set[int] = set()
+        members = self._one_or_list(node, field)
+        if not members:
+            raise _Wrong(node, f"{field} is empty, must be {allowed}")
+        for member in members:
+            value = _scalar(member)
+            match = _RANGE.fullmatch(value or "") if _kind(member) == "text" else None
+            if match is not None:
+                first, last = int(match[1]), int(match[2])
+            else:
+                first = last = self._integer(member, field, allowed)
+            if not 1 <= first <= last <= MAX_TOKENS:
+                raise _Wrong(member, f"{field} is {value}, must be {allowed}")
+            values.update(range(first, last + 1))
+        return tuple(sorted(values))
+
+    def _operand(self, node: Node, field: str) -> DType:
+        return DType(self._choice(node, field, (DType.BF16.value,)))
+
+    def _out_dtypes(self, node: Node, field: str) -> tuple[DType, ...]:
+        allowed = tuple(dtype.value for dtype in DType)
+        members = self._one_or_list(node, field)
+        if not members:
+            raise _Wrong(node, f"{field} is empty, must be one or a list of {', '.join(allowed)}")
+        dtypes: dict[DType, None] = {}
+        for member in members:
+            dtype = DType(self._choice(member, field, allowed))
+            if dtype in dtypes:
+                raise _Wrong(member, f"{field} lists {dtype.value} twice")
+            dtypes[dtype] = None
+        return tuple(dtypes)
+
+    def _pdl(self, node: Node, field: str) -> tuple[bool, ...]:
+        value = (_scalar(node) or "").lower()
+        if _kind(node) == "bool":
+            return (value == "true",)
+        if _kind(node) == "text" and value == "both":
+            return (True, False)
+        raise _Wrong(node, f"{field} is {_shown(node)}, must be true, false or both")
+
+    def _tuning(self, node: Node, field: str) -> str:
+        value = self._string(node, field, "default, reference or a path")
+        if value in PACKAGED_TABLES:
+            return value
+        if "/" in value and "\0" not in value:
+            return str((Path(self._origin).parent / Path(value).expanduser()).absolute())
+        raise _Wrong(
+            node,
+            f"{field} is {value!r}, must be default, reference or a path such as ./tuning"
+            f"{did_you_mean(value, PACKAGED_TABLES)}",
+        )
+
+    # Shapes of nodes.
+
+    def _mapping(
+        self, node: Node, what: str, allowed: tuple[str, ...], *, inside: str = "the manifest"
+    ) -> dict[str, Node]:
+        """The fields of a mapping; unknown and repeated ones are noted and left out."""
+        if _kind(node) != "mapping":
+            raise _Wrong(node, f"{what} is {_shown(node)}, must be a mapping of fields")
+        fields: dict[str, Node] = {}
+        for key, value in node.value:
+            name = _scalar(key) if _kind(key) == "text" else None
+            if name is None or name not in allowed:
+                shown = _shown(key)
+                self._note(
+                    key,
+                    f"{inside} has the unknown field {shown}{did_you_mean(name or '', allowed)} "
+                    f"(allowed: {', '.join(allowed)})",
+                )
+            elif name in fields:
+                self._note(key, f"field {name!r} stands twice")
+            else:
+                fields[name] = value
+        return fields
+
+    def _list(self, node: Node, field: str) -> list[Node]:
+        if _kind(node) != "list":
+            raise _Wrong(node, f"{field} is {_shown(node)}, must be a list")
+        return list(node.value)
+
+    def _one_or_list(self, node: Node, field: str) -> list[Node]:
+        return self._list(node, field) if _kind(node) == "list" else [node]
+
+    def _string(self, node: Node, field: str, allowed: str) -> str:
+        value = _scalar(node)
+        if _kind(node) != "text" or value is None:
+            raise _Wrong(node, f"{field} is {_shown(node)}, must be {allowed}")
+        return value
+
+    def _integer(self, node: Node, field: str, allowed: str) -> int:
+        value = _scalar(node) or ""
+        if _kind(node) != "number" or not _NUMBER.fullmatch(value):
+            raise _Wrong(node, f"{field} is {_shown(node)}, must be {allowed}")
+        return int(value)
+
+    def _choice(self, node: Node, field: str, allowed: tuple[str, ...]) -> str:
+        value = self._string(node, field, " or ".join(allowed))
+        if value not in allowed:
+            raise _Wrong(
+                node,
+                f"{field} is {value!r}, must be {' or '.join(allowed)}"
+                f"{did_you_mean(value, allowed)}",
+            )
+        return value
+
+    # Errors.
+
+    def _field(
+        self, fields: dict[str, Node], name: str, read: Callable[[Node, str], _T], instead: _T
+    ) -> _T:
+        """A field's value; where it is absent, or wrong and noted as such, `instead`."""
+        if name not in fields:
+            return instead
+        try:
+            return read(fields[name], name)
+        except _Wrong as wrong:
+            self._wrong.append((wrong.line, str(wrong)))
+            return instead
+
+    def _note(self, node: Node, message: str) -> None:
+        self._wrong.append((node.start_mark.line + 1, message))
+
+    def _fail_now(self, line: int, message: str) -> NoReturn:
+        self._wrong = [(line, message)]
+        self._fail()
+
+    def _fail(self) -> NoReturn:
+        # A wrong default is met again by every router that takes it.
+        lines = dict.fromkeys(
+            f"{self._origin}:{line}: {message}" for line, message in sorted(self._wrong)
+        )
+        raise ManifestError("\n".join(lines), hint="llbf16-aot schema prints what is allowed")
+
+
+def _kind(node: Node) -> str:
+    """What a node is: mapping, list, text, number, bool, or its tag where it is none of these."""
+    known = {"map": "mapping", "seq": "list", "str": "text", "int": "number", "bool": "bool"}
+    tag = str(node.tag)
+    return known.get(tag.removeprefix(_TAG), tag) if tag.startswith(_TAG) else tag
+
+
+def _scalar(node: Node) -> str | None:
+    return node.value if isinstance(node.value, str) else None
+
+
+def _shown(node: Node) -> str:
+    """A node as messages name it: a short scalar as it stands, else what it is."""
+    value = _scalar(node)
+    if value is None:
+        return f"a {_kind(node)}" if _kind(node) in ("mapping", "list") else _kind(node)
+    short = value if len(value) <= 40 else f"{value[:37]}..."
+    return repr(short) if _kind(node) == "text" else short or "empty"

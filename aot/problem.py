@@ -1,0 +1,149 @@
+"""What is asked of a router GEMM, and for which machine: the `Problem` and the `Target`."""
+
+from __future__ import annotations
+
+import enum
+import re
+
+import msgspec
+
+from .errors import TargetError, UnsupportedProblemError
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "MAX_EXPERTS",
+    "MAX_HIDDEN",
+    "MAX_TOKENS",
+    "VECTOR_ELEMENTS",
+    "DType",
+    "Epilogue",
+    "Layout",
+    "Problem",
+    "Target",
+]
+
+ALIGNMENT_BYTES = 16
+"""Every row of x and weight starts at a multiple of this: kernels load 128 bits at a time."""
+
+VECTOR_ELEMENTS = 8
+"""Elements of bf16 in one 128-bit load: K is a multiple of it."""
+
+MAX_TOKENS = 64
+"""Largest M: above it a library product is no longer bound by latency."""
+
+MAX_EXPERTS = 65_536
+"""Largest N: keeps every grid extent within the 65,535 that CUDA allows for grid.y and grid.z."""
+
+MAX_HIDDEN = 1 << 20
+"""Largest K: keeps element offsets of a row, and byte offsets of a K tile, within 32 bits."""
+
+
+class DType(str, enum.Enum):
+    """Element types, by the names that manifests and keys use."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FP32 else 2
+
+
+class Layout(str, enum.Enum):
+    """Memory layout of the operands."""
+
+    K_MAJOR = "k_major"
+    """x [M, K] and weight [N, K] have contiguous rows, the output [M, N] is contiguous."""
+
+
+class Epilogue(str, enum.Enum):
+    """What happens to a sum before it is written."""
+
+    NONE = "none"
+    """The fp32 sum is rounded to the output type."""
+
+
+_TARGET = re.compile(r"sm_(?P<number>[1-9][0-9]{1,2})(?P<suffix>[af]?)")
+
+
+class Target(msgspec.Struct, frozen=True, order=True):
+    """An SM architecture that a cubin is built for, as `sm_90a`.
+
+    The suffix `a` marks an architecture-specific target, whose code runs on that architecture only,
+    `f` a family target, and no suffix code that runs on later minor versions too (CUDA C++
+    Programming Guide, "Feature Set Compiler Targets").
+    """
+
+    major: int
+    minor: int
+    suffix: str
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read `sm_90a` and the like; raises TargetError for anything else."""
+        match = _TARGET.fullmatch(text)
+        if match is None:
+            raise TargetError(
+                f"target {text!r} is not of the form sm_90a",
+                hint="name SM architecture and suffix, for example sm_90a, sm_100a, sm_103a",
+            )
+        number = int(match["number"])
+        return cls(major=number // 10, minor=number % 10, suffix=match["suffix"])
+
+    @property
+    def number(self) -> int:
+        """The compute capability without its dot: 90 for sm_90a."""
+        return self.major * 10 + self.minor
+
+    def __str__(self) -> str:
+        return f"sm_{self.number}{self.suffix}"
+
+
+class Problem(msgspec.Struct, frozen=True, order=True):
+    """One product `out[M, N] = x[M, K] @ weight[N, K]^T` as a caller states it.
+
+    `tokens` is M, `experts` N, `hidden` K. `pdl` asks for programmatic dependent launch: the kernel
+    may start, and load weights, before the kernel ahead of it in the stream has ended.
+    """
+
+    tokens: int
+    experts: int
+    hidden: int
+    out_dtype: DType = DType.FP32
+    pdl: bool = True
+    x_dtype: DType = DType.BF16
+    weight_dtype: DType = DType.BF16
+    layout: Layout = Layout.K_MAJOR
+    alignment_bytes: int = ALIGNMENT_BYTES
+    epilogue: Epilogue = Epilogue.NONE
+
+    def check(self) -> None:
+        """Raise UnsupportedProblemError where no kernel of this package computes the problem."""
+        for name, value, largest in (
+            ("tokens", self.tokens, MAX_TOKENS),
+            ("experts", self.experts, MAX_EXPERTS),
+            ("hidden", self.hidden, MAX_HIDDEN),
+        ):
+            if not 1 <= value <= largest:
+                raise UnsupportedProblemError(f"{name} is {value}, supported are 1 to {largest}")
+        if self.hidden % VECTOR_ELEMENTS:
+            raise UnsupportedProblemError(
+                f"hidden is {self.hidden}, supported are multiples of {VECTOR_ELEMENTS}: "
+                "kernels load 128 bits at a time"
+            )
+        for name, dtype in (("x_dtype", self.x_dtype), ("weight_dtype", self.weight_dtype)):
+            if dtype is not DType.BF16:
+                raise UnsupportedProblemError(f"{name} is {dtype.value}, supported is bf16")
+        if self.alignment_bytes != ALIGNMENT_BYTES:
+            raise UnsupportedProblemError(
+                f"alignment is {self.alignment_bytes} bytes, supported is {ALIGNMENT_BYTES}"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"M={self.tokens} N={self.experts} K={self.hidden} {self.x_dtype.value} x "
+            f"{self.weight_dtype.value} -> {self.out_dtype.value}"
+            f"{'' if self.pdl else ', no dependent launch'}"
+        )

@@ -1,0 +1,175 @@
+"""The search space: every tile worth measuring for a problem, in a stable order.
+
+Pure: needs neither compiler nor GPU. What a tuning run measures and what a candidate build compiles
+come from here, so that they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from .backends import (
+    BACKENDS,
+    Config,
+    DotprodTile,
+    OneshotTile,
+    ProbeConfig,
+    SplitkTile,
+    Tile,
+    backend_name,
+)
+from .backends.oneshot import BLOCK_ELEMENTS, EXPERTS_TILES, TOKENS_TILES, OneshotConfig
+from .errors import ConfigError
+from .key import CompileKey
+from .problem import VECTOR_ELEMENTS, DType, Problem, Target
+
+__all__ = [
+    "PROBES",
+    "REPRESENTATIVE_TOKENS",
+    "candidate_keys",
+    "key_for",
+    "probe_key",
+    "search_space",
+    "tokens_span",
+]
+
+REPRESENTATIVE_TOKENS = {24: (17, 24), 32: (25, 32), 48: (33, 48), 64: (49, 64)}
+"""Above 16 tokens one measured M stands for a span: kernels work in tiles of 16 or 32 there."""
+
+PROBES: tuple[Literal["producer", "empty"], ...] = ("producer", "empty")
+"""The kernels that measurements need beside the candidates."""
+
+SPLITS = (1, 2, 4, 6, 8)
+EXACT_SPLITS = (5, 7)
+"""Splits that are tried only where they part K evenly, and only with the wider tiles."""
+
+VECTORS = (1, 2, 3, 4, 6, 8)
+WARPS = range(4, 29)
+
+MAX_WASTE = 0.08
+"""Largest share of lanes that load nothing: beyond it a neighbouring tile was always faster."""
+
+FEW = 40
+"""Where fewer `oneshot` tiles than this load K in one round, tiles of two rounds are added."""
+
+DOTPROD_BLOCKS = (128, 256, 512, 1024)
+DOTPROD_LATE_BLOCKS = (256, 512)
+DOTPROD_TOKENS = 4
+DOTPROD_MAX_TOKENS = 8
+"""Above it the dot-product design loses to tensor cores in every cell that was measured."""
+
+DOTPROD_MAX_WASTE = 0.25
+
+SPLITK_TILES = tuple(SplitkTile(s, stages) for s, stages in ((6, 4), (8, 2), (8, 5), (7, 5), (6, 5)))
+"""The published tiles: an artifact of this family serves every shape, so each costs one compile."""
+
+
+def search_space(hidden: int, tokens: int) -> tuple[Tile, ...]:
+    """The tiles to measure for a hidden size and a number of tokens, each once.
+
+    Every tile passes its family's `check` for this problem. The number of experts changes no tile:
+    it only changes how many thread blocks there are.
+    """
+    problem = Problem(tokens, 1, hidden)
+    tiles = (*_oneshot(problem), *_dotprod(problem), *SPLITK_TILES)
+    return tuple(tile for tile in tiles if _works(_config(tile, problem)))
+
+
+def candidate_keys(problems: Iterable[Problem], target: Target) -> Iterator[CompileKey]:
+    """The keys of every tile of these problems, each once, in the order of their first use."""
+    seen: set[CompileKey] = set()
+    spaces: dict[tuple[int, int], tuple[Tile, ...]] = {}
+    for problem in problems:
+        size = (problem.hidden, problem.tokens)
+        if size not in spaces:
+            spaces[size] = search_space(*size)
+        for tile in spaces[size]:
+            key = key_for(tile, problem, target)
+            if key not in seen:
+                seen.add(key)
+                yield key
+
+
+def key_for(tile: Tile, problem: Problem, target: Target) -> CompileKey:
+    """The compile key of a tile for a problem, whatever a tuning table would choose."""
+    return _key(_config(tile, problem), problem, target)
+
+
+def probe_key(kind: Literal["producer", "empty"], target: Target) -> CompileKey:
+    """The compile key of a probe kernel: what it writes is bf16, as x is."""
+    return _key(ProbeConfig(kind), Problem(1, 1, VECTOR_ELEMENTS, DType.BF16), target)
+
+
+def tokens_span(tokens: int) -> tuple[int, int]:
+    """The numbers of tokens for which a measurement at this one speaks, both ends included."""
+    return REPRESENTATIVE_TOKENS.get(tokens, (tokens, tokens))
+
+
+def _key(config: Config, problem: Problem, target: Target) -> CompileKey:
+    return CompileKey(
+        target=str(target),
+        config=config,
+        x_dtype=problem.x_dtype,
+        weight_dtype=problem.weight_dtype,
+        out_dtype=problem.out_dtype,
+        layout=problem.layout,
+        alignment_bytes=problem.alignment_bytes,
+        epilogue=problem.epilogue,
+        pdl=problem.pdl,
+    )
+
+
+def _config(tile: Tile, problem: Problem) -> Config:
+    config: Config = BACKENDS[backend_name(tile)].config_for(tile, problem)
+    return config
+
+
+def _works(config: Config) -> bool:
+    try:
+        BACKENDS[backend_name(config)].check(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def _oneshot(problem: Problem) -> tuple[Tile, ...]:
+    """Tiles that load K in one round; tiles of two rounds, least waste first, where they are few."""
+    once = tuple(tile for tile, _ in _covering(problem, rounds=1))
+    if len(once) >= FEW:
+        return once
+    twice = sorted(_covering(problem, rounds=2), key=lambda found: found[1])
+    return (*once, *(tile for tile, _ in twice[: FEW - len(once)]))
+
+
+def _covering(problem: Problem, *, rounds: int) -> Iterator[tuple[OneshotTile, float]]:
+    """Tiles whose warps cover K in so many rounds with little waste, and that waste."""
+    blocks = -(-problem.hidden // BLOCK_ELEMENTS)
+    tokens = next((t for t in TOKENS_TILES if t >= problem.tokens), TOKENS_TILES[-1])
+    for experts_tile in EXPERTS_TILES:
+        for split_k in sorted({*SPLITS, *EXACT_SPLITS}):
+            if split_k in EXACT_SPLITS and (blocks % split_k or experts_tile not in (16, 32)):
+                continue
+            share = -(-blocks // split_k)
+            for vectors in VECTORS:
+                warps = -(-share // (vectors * rounds))
+                waste = split_k * warps * vectors * rounds / blocks - 1
+                if warps not in WARPS or waste > MAX_WASTE:
+                    continue
+                config = OneshotConfig(
+                    problem.hidden, tokens, experts_tile, split_k, warps, vectors
+                )
+                if config.rounds == rounds and _works(config):
+                    yield OneshotTile(experts_tile, split_k, warps, vectors), waste
+
+
+def _dotprod(problem: Problem) -> Iterator[DotprodTile]:
+    if problem.tokens > DOTPROD_MAX_TOKENS:
+        return
+    few = problem.tokens <= DOTPROD_TOKENS
+    for block in DOTPROD_BLOCKS if few else DOTPROD_LATE_BLOCKS:
+        loads = block * VECTOR_ELEMENTS
+        if -(-problem.hidden // loads) * loads / problem.hidden - 1 > DOTPROD_MAX_WASTE:
+            continue
+        for experts_per_block in (1, 2) if few else (1,):
+            yield DotprodTile(block, experts_per_block)

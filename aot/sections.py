@@ -1,0 +1,208 @@
+"""The sections of a CUDA ELF file: each lies within the file, and no two share a byte."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .errors import InvalidArtifactError
+
+__all__ = ["MAX_CUBIN_BYTES", "ElfFile", "Section", "SectionType", "cut"]
+
+MAX_CUBIN_BYTES = 64 << 20
+"""Largest cubin that is read: a router kernel takes some 10 kB."""
+
+MAX_SECTIONS = 4096
+MAX_NAME_BYTES = 4096
+"""Bounds on what a file states, so that a crafted one cannot keep the reader busy."""
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+
+_MAGIC = b"\x7fELF\x02\x01\x01"
+_ET_EXEC = 2
+_EM_CUDA = 190
+
+
+class SectionType(enum.IntEnum):
+    """The types of sections that this package reads."""
+
+    NULL = 0
+    PROGBITS = 1
+    SYMTAB = 2
+    STRTAB = 3
+    NOTE = 7
+    NOBITS = 8
+    CUDA_INFO = 0x70000000
+    CUDA_RESERVED_SHARED = 0x70000015
+
+
+_WITHOUT_BYTES = (
+    int(SectionType.NULL),
+    int(SectionType.NOBITS),
+    int(SectionType.CUDA_RESERVED_SHARED),
+)
+
+
+class Section(NamedTuple):
+    """One entry of the section table."""
+
+    name: str
+    number: int
+    type: int
+    flags: int
+    offset: int
+    size: int
+    link: int
+    info: int
+
+
+class ElfFile:
+    """A linked CUDA ELF file with a section table that can be trusted not to lead out of the file.
+
+    `abi` is (EI_OSABI, EI_ABIVERSION), `flags` is e_flags. Raises InvalidArtifactError for bytes
+    that are not such a file: no part of it is read before its place was checked.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) > MAX_CUBIN_BYTES:
+            raise InvalidArtifactError(
+                f"cubin has {len(data)} bytes, at most {MAX_CUBIN_BYTES} are read"
+            )
+        header = _HEADER.unpack(cut(data, 0, _HEADER.size, "the ELF header"))
+        ident, kind, machine, _, _, self._segments_offset, self._sections_offset = header[:7]
+        self.flags, header_size, segment_size, self._segments = header[7:11]
+        section_size, self._sections, names_index = header[11:]
+        if ident[:7] != _MAGIC:
+            raise InvalidArtifactError(
+                f"not a 64-bit little-endian ELF: it starts with {ident[:7].hex()}"
+            )
+        if machine != _EM_CUDA:
+            raise InvalidArtifactError(
+                f"not a CUDA ELF: e_machine is {machine}, must be {_EM_CUDA}"
+            )
+        if kind != _ET_EXEC:
+            raise InvalidArtifactError(f"not a linked cubin: e_type is {kind}, must be {_ET_EXEC}")
+        sizes = (header_size, section_size, segment_size if self._segments else _SEGMENT.size)
+        if sizes != (_HEADER.size, _SECTION.size, _SEGMENT.size):
+            raise InvalidArtifactError(
+                f"ELF header, section and segment entries have {sizes} bytes, "
+                f"must be {(_HEADER.size, _SECTION.size, _SEGMENT.size)}"
+            )
+        if not 0 < self._sections <= MAX_SECTIONS:
+            raise InvalidArtifactError(
+                f"cubin states {self._sections} sections, must be 1 to {MAX_SECTIONS}"
+            )
+        self._data = data
+        self.abi: tuple[int, int] = (ident[7], ident[8])
+        self.sections = self._read_sections(names_index)
+        self._check_extents()
+        self._by_name = self._index_names()
+
+    def body(self, section: Section) -> bytes:
+        """The bytes of a section that has some; of any other, none."""
+        if section.type in _WITHOUT_BYTES:
+            return b""
+        return self._data[section.offset : section.offset + section.size]
+
+    def find(self, name: str) -> Section | None:
+        """The section of that name."""
+        return self._by_name.get(name)
+
+    def require(self, name: str, kind: SectionType) -> Section:
+        """The section of that name and type."""
+        section = self._by_name.get(name)
+        if section is None or section.type != kind:
+            raise InvalidArtifactError(f"cubin lacks the section {name}")
+        return section
+
+    def strings_of(self, section: Section) -> Strings:
+        """The string table that a section links to."""
+        linked = self.sections[section.link] if section.link < len(self.sections) else None
+        if linked is None or linked.type != SectionType.STRTAB:
+            raise InvalidArtifactError(
+                f"{section.name} links to section {section.link}, which is no string table"
+            )
+        return Strings(self.body(linked))
+
+    def _read_sections(self, names_index: int) -> tuple[Section, ...]:
+        size = self._sections * _SECTION.size
+        table = cut(self._data, self._sections_offset, size, "the section table")
+        raw = list(_SECTION.iter_unpack(table))
+        for index, fields in enumerate(raw):
+            if fields[1] not in _WITHOUT_BYTES and fields[4] + fields[5] > len(self._data):
+                cut(self._data, fields[4], fields[5], f"section {index}")
+        if names_index >= len(raw) or raw[names_index][1] != SectionType.STRTAB:
+            raise InvalidArtifactError(
+                f"section {names_index} should hold the section names but is no string table"
+            )
+        start, length = raw[names_index][4:6]
+        names = Strings(self._data[start : start + length])
+        return tuple(
+            Section(names.at(name), index, kind, flags, offset, size, link, info)
+            for index, (name, kind, flags, _, offset, size, link, info, _, _) in enumerate(raw)
+        )
+
+    def _extents(self) -> Iterator[tuple[int, int, str]]:
+        yield 0, _HEADER.size, "the ELF header"
+        yield self._sections_offset, self._sections * _SECTION.size, "the section table"
+        if self._segments:
+            yield self._segments_offset, self._segments * _SEGMENT.size, "the segment table"
+        for section in self.sections:
+            if section.size and section.type not in _WITHOUT_BYTES:
+                yield section.offset, section.size, section.name
+
+    def _check_extents(self) -> None:
+        """Every segment lies in the file; headers, tables and sections share no byte."""
+        if self._segments:
+            size = self._segments * _SEGMENT.size
+            table = cut(self._data, self._segments_offset, size, "the segment table")
+            for fields in _SEGMENT.iter_unpack(table):
+                if fields[2] + fields[5] > len(self._data):
+                    cut(self._data, fields[2], fields[5], "a segment")
+        for (offset, size, what), (following, _, other) in itertools.pairwise(
+            sorted(self._extents())
+        ):
+            if offset + size > following:
+                raise InvalidArtifactError(
+                    f"cubin is damaged: {what} and {other} overlap at {following}"
+                )
+
+    def _index_names(self) -> dict[str, Section]:
+        by_name: dict[str, Section] = {}
+        for section in self.sections:
+            if section.type == SectionType.NULL:
+                continue
+            if by_name.setdefault(section.name, section) is not section:
+                raise InvalidArtifactError(f"cubin has two sections named {section.name!r}")
+        return by_name
+
+
+class Strings:
+    """A table of NUL-terminated names."""
+
+    def __init__(self, table: bytes) -> None:
+        self._table = table
+
+    def at(self, offset: int) -> str:
+        """The name at an offset; names are ASCII and no longer than a compiler makes them."""
+        end = self._table.find(b"\0", offset, offset + MAX_NAME_BYTES)
+        if end < 0:
+            raise InvalidArtifactError(f"name at {offset} of a string table has no end")
+        name = self._table[offset:end]
+        if not name.isascii():
+            raise InvalidArtifactError(f"name {name!r} is not ASCII")
+        return name.decode("ascii")
+
+
+def cut(data: bytes, offset: int, size: int, what: str) -> bytes:
+    """The bytes at a stated place, which may lie anywhere; raises InvalidArtifactError outside."""
+    if offset + size > len(data):
+        raise InvalidArtifactError(
+            f"cubin is cut short or damaged: {what} at {offset} takes {size} bytes of {len(data)}"
+        )
+    return data[offset : offset + size]

@@ -1,0 +1,1 @@
+"""CuTe DSL kernels, one family a file. Importing a family imports the compiler."""

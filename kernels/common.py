@@ -1,0 +1,118 @@
+"""Pieces that every kernel family is built from: global loads, the product step, the write-out.
+
+All are traced by CuTe DSL (nvidia-cutlass-dsl 4.8). PTX is written out where the DSL has no name
+for an instruction, or no way to state its cache hints; operands are outputs or inputs only, because
+`inline_ptx` of 4.8.1 numbers operands wrongly where one is both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import inline_ptx
+from cutlass.cute.runtime import make_ptr
+
+from ..problem import ALIGNMENT_BYTES, DType
+
+__all__ = [
+    "ELEMENT_TYPES",
+    "VECTOR_BYTES",
+    "load_weight",
+    "load_x",
+    "mma",
+    "pointer_arguments",
+    "store_element",
+    "wait_cluster",
+]
+
+VECTOR_BYTES = 16
+"""Bytes of one 128-bit access, the widest that rows aligned to 16 bytes allow."""
+
+ELEMENT_TYPES: dict[DType, Any] = {
+    DType.BF16: BFloat16,
+    DType.FP16: Float16,
+    DType.FP32: Float32,
+}
+"""CuTe DSL's type for each element type."""
+
+# Weights are read once by one block: they need no place in L1, and the next lines are wanted too.
+# Not `.nc`: ptxas (13.4) moves non-coherent loads past griddepcontrol.wait to save registers, and
+# the head start on the kernel ahead is lost.
+_LOAD_WEIGHT = "ld.global.L1::no_allocate.L2::128B.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
+
+# x is written by the kernel ahead: never through the non-coherent path, which may hold older bytes.
+_LOAD_X = "ld.global.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
+
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0},{$w1},{$w2},{$w3}}, "
+    "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
+)
+
+# Acquires at cluster scope: what is waited for was written by other blocks.
+_WAIT_CLUSTER = (
+    "{{\n.reg .pred done;\nagain:\n"
+    "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [{$r0}], {$r1};\n"
+    "@!done bra again;\n}}"
+)
+
+
+@cute.jit
+def load_weight(address: Int64, valid: Any) -> cute.Tensor:
+    """Eight bf16 of a weight row as four 32-bit words; zeros, and no access, where not `valid`.
+
+    `valid` is a Python bool, or a run-time Boolean where only the kernel can know.
+    """
+    words = cute.make_rmem_tensor((4,), Uint32)
+    if cutlass.const_expr(valid is not True):
+        words.fill(0)
+    if valid:
+        loaded = inline_ptx(_LOAD_WEIGHT, write_only_types=[Uint32] * 4, read_only_args=[address])
+        for i in cutlass.range_constexpr(4):
+            words[i] = loaded[i]
+    return words
+
+
+@cute.jit
+def load_x(address: Int64, valid: Any) -> cute.Tensor:
+    """Eight bf16 of a row of x, as `load_weight`; only after the wait on the kernel ahead."""
+    words = cute.make_rmem_tensor((4,), Uint32)
+    if cutlass.const_expr(valid is not True):
+        words.fill(0)
+    if valid:
+        loaded = inline_ptx(_LOAD_X, write_only_types=[Uint32] * 4, read_only_args=[address])
+        for i in cutlass.range_constexpr(4):
+            words[i] = loaded[i]
+    return words
+
+
+def mma(a: Any, b: Any, c: Any) -> Any:
+    """One mma.m16n8k16 of bf16 with fp32 sums: four words of A, two of B, four sums in and out."""
+    return inline_ptx(_MMA, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *c])
+
+
+def wait_cluster(mbarrier: cute.Pointer, parity: int) -> None:
+    """Wait for a phase of an mbarrier that the whole cluster writes to."""
+    inline_ptx(_WAIT_CLUSTER, read_only_args=[mbarrier.toint(), Int32(parity)])
+
+
+@cute.jit
+def store_element(out: cute.Pointer, index: Int64, value: Float32) -> None:
+    """Round one fp32 sum to the output's type (to nearest even) and write it."""
+    dtype = out.dtype
+    address = out.toint() + index * (dtype.width // 8)
+    place = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    cute.make_tensor(place, cute.make_layout((1,)))[0] = value.to(dtype)
+
+
+def pointer_arguments(out_dtype: DType) -> tuple[cute.Pointer, cute.Pointer, cute.Pointer]:
+    """Placeholders for x, weight and out, from which a kernel is compiled without any tensor."""
+    space = cute.AddressSpace.gmem
+    out = ELEMENT_TYPES[out_dtype]
+    return (
+        make_ptr(BFloat16, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
+        make_ptr(BFloat16, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
+        make_ptr(out, ALIGNMENT_BYTES, space, assumed_align=out.width // 8),
+    )

@@ -1,0 +1,306 @@
+"""The `oneshot` kernel: split-K on tensor cores, with everything in flight at once.
+
+A cluster owns a tile of the output and shares K. Each thread asks for all its weights straight
+into registers before the wait on the kernel ahead, and for x in the same way after it: no pipeline,
+no staging in shared memory. K is a sum, so its order is free: the 16 contiguous bytes that a lane
+loads are fed to mma as if they were the fragment's scattered columns, by the same permutation for
+weights and x.
+
+Who may write to whose shared memory, and until when: the sums of the tile are divided among the
+cluster's blocks. Every block sends each owner its partial sums with `st.async`, which counts the
+bytes on the owner's mbarrier. A block writes to a peer only after the cluster barrier, at which
+every block has initialised that mbarrier; and a block ends only after its own mbarrier has counted
+all bytes that are addressed to it, after which nobody writes to it any more. A block that owns no
+sums is written to by nobody. A block may end while its own stores are under way: `st.async` takes
+its value from registers. There is no full cluster barrier on the way out: it would cost more than
+the product.
+
+Every addition has a fixed place (K within a warp, warps by number, blocks by rank), so results are
+the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.runtime import make_fake_stream
+
+from ..backends.oneshot import BLOCK_ELEMENTS, OneshotConfig, check, geometry
+from ..problem import VECTOR_ELEMENTS, DType
+from .common import load_weight, load_x, mma, pointer_arguments, store_element, wait_cluster
+
+__all__ = ["Oneshot", "check", "entry"]
+
+WARP = 32
+
+
+class Oneshot:
+    """The kernel for one configuration; `__call__` is what the compiler traces."""
+
+    def __init__(self, config: OneshotConfig, *, pdl: bool) -> None:
+        check(config)
+        self.config = config
+        self.pdl = pdl
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        weight: cute.Pointer,
+        out: cute.Pointer,
+        tokens: Int32,
+        experts: Int32,
+        x_row_stride: Int32,
+        weight_row_stride: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch on a stream; row strides are in elements."""
+        launch = geometry(self.config)
+        self.kernel(x, weight, out, tokens, experts, x_row_stride, weight_row_stride).launch(
+            grid=[
+                launch.grid[0].blocks,
+                cute.ceil_div(experts, launch.grid[1].tile),
+                cute.ceil_div(tokens, launch.grid[2].tile),
+            ],
+            block=list(launch.block),
+            cluster=list(launch.cluster),
+            stream=stream,
+            use_pdl=self.pdl,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Pointer,  # [M, K] bf16
+        weight: cute.Pointer,  # [N, K] bf16
+        out: cute.Pointer,  # [M, N]
+        tokens: Int32,
+        experts: Int32,
+        x_row_stride: Int32,
+        weight_row_stride: Int32,
+    ) -> None:
+        """Block (rank, expert block, token block) adds its share of K, writes the sums it owns."""
+        config = self.config
+        S, W, V, R = config.split_k, config.warps, config.vectors, config.rounds
+        XT = config.experts_tile
+        w_rows = XT // 8  # rows of weights that a lane loads
+        x_rows = config.tokens // 8
+
+        # 1. Prepare: request the weights of the first round before anything is waited for.
+        thread, _, _ = cute.arch.thread_idx()
+        rank, expert_block, token_block = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        lane = thread % WARP
+        g = lane // 4  # row within 8
+        t = lane % 4  # vector within a block of K
+        expert0 = expert_block * XT
+        token0 = token_block * config.tokens
+
+        # (warps, tokens, experts)
+        partial = cute.make_tensor(
+            cute.arch.alloc_smem(Float32, W * config.tokens * config.pitch, alignment=16),
+            cute.make_layout(
+                (W, config.tokens, XT), stride=(config.tokens * config.pitch, config.pitch, 1)
+            ),
+        )
+        if const_expr(self.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+
+        w_bases = []
+        for i in cutlass.range_constexpr(w_rows):
+            # A row past the last expert reads that one again; its sums are not written.
+            row = cutlass.min(expert0 + g + 8 * i, experts - 1)
+            w_bases.append(weight.toint() + Int64(row) * Int64(weight_row_stride) * 2)
+
+        # Blocks of K by rank, round and warp. Where they do not fit K exactly, a lane checks.
+        exact = config.hidden == R * W * V * S * BLOCK_ELEMENTS
+        columns = []
+        inside = []
+        for r in cutlass.range_constexpr(R):
+            for v in cutlass.range_constexpr(V):
+                local = (r * W + warp) * V + v
+                column = (rank * config.blocks + local) * BLOCK_ELEMENTS + t * VECTOR_ELEMENTS
+                columns.append(Int64(column) * 2)
+                if const_expr(exact):
+                    inside.append(True)
+                else:
+                    inside.append(Boolean((local < config.blocks) & (column < config.hidden)))
+
+        w_next = []
+        for v in cutlass.range_constexpr(V):
+            for i in cutlass.range_constexpr(w_rows):
+                w_next.append(load_weight(w_bases[i] + columns[v], inside[v]))
+
+        if const_expr(S > 1):
+            # (blocks of the cluster, owned sums): what the peers send
+            inbox = cute.make_tensor(
+                cute.arch.alloc_smem(Float32, S * config.owned, alignment=16),
+                cute.make_layout((S, config.owned), stride=(config.owned, 1)),
+            )
+            received = cute.arch.alloc_smem(Int64, 1, alignment=8)
+            # Only sums of tokens that are there are sent.
+            sent = cutlass.min(tokens - token0, config.tokens) * XT
+            mine = cutlass.max(cutlass.min(sent - rank * config.owned, config.owned), 0)
+            if thread == 0:
+                cute.arch.mbarrier_init(received, 1)
+                cute.arch.mbarrier_arrive_and_expect_tx(received, mine * (S * 4))
+                cute.arch.mbarrier_init_fence()
+            # Relaxed: the fence has released the initialisation already, and a releasing arrive
+            # costs a full memory barrier.
+            cute.arch.cluster_arrive_relaxed(aligned=False)
+        if const_expr(self.pdl):
+            # Per thread: each thread of this block reads x.
+            cute.arch.griddepcontrol_wait()
+
+        # 2. Main loop: rows of x past the last token are zeros and read nothing.
+        x_bases = []
+        x_inside = []
+        for i in cutlass.range_constexpr(x_rows):
+            row = token0 + g + 8 * i
+            x_inside.append(Boolean(row < tokens))
+            x_bases.append(x.toint() + Int64(row) * Int64(x_row_stride) * 2)
+
+        # Accumulators: (mma tiles, 2 chains, 4). Two chains halve the wait of one mma for the last.
+        # experts are the 16 rows and tokens the 8 columns, or with 8 experts the other way round
+        tiles = (x_rows + 1) // 2 if XT == 8 else x_rows * (XT // 16)
+        sums = cute.make_rmem_tensor((tiles, 2, 4), Float32)
+        sums.fill(0.0)
+        zero = Uint32(0)
+        for r in cutlass.range_constexpr(R):
+            w = w_next
+            xs = []
+            for i in cutlass.range_constexpr(x_rows):
+                for v in cutlass.range_constexpr(V):
+                    if const_expr(exact):
+                        xs.append(load_x(x_bases[i] + columns[r * V + v], x_inside[i]))
+                    else:
+                        xs.append(
+                            load_x(
+                                x_bases[i] + columns[r * V + v],
+                                Boolean(x_inside[i] & inside[r * V + v]),
+                            )
+                        )
+            w_next = []
+            if const_expr(r + 1 < R):
+                for v in cutlass.range_constexpr(V):
+                    for i in cutlass.range_constexpr(w_rows):
+                        w_next.append(
+                            load_weight(
+                                w_bases[i] + columns[(r + 1) * V + v], inside[(r + 1) * V + v]
+                            )
+                        )
+            for v in cutlass.range_constexpr(V):
+                for i in cutlass.range_constexpr(tiles):
+                    for h in cutlass.range_constexpr(2):
+                        c = [sums[i, h, j] for j in range(4)]
+                        if const_expr(XT > 8):
+                            row = v * w_rows + i // x_rows * 2
+                            a0, a1, b = w[row], w[row + 1], xs[i % x_rows * V + v]
+                            d = mma(
+                                (a0[2 * h], a1[2 * h], a0[2 * h + 1], a1[2 * h + 1]),
+                                (b[2 * h], b[2 * h + 1]),
+                                c,
+                            )
+                        else:
+                            a0, b = xs[2 * i * V + v], w[v]
+                            if const_expr(2 * i + 1 < x_rows):
+                                a1 = xs[(2 * i + 1) * V + v]
+                                a = (a0[2 * h], a1[2 * h], a0[2 * h + 1], a1[2 * h + 1])
+                            else:
+                                a = (a0[2 * h], zero, a0[2 * h + 1], zero)
+                            d = mma(a, (b[2 * h], b[2 * h + 1]), c)
+                        for j in cutlass.range_constexpr(4):
+                            sums[i, h, j] = d[j]
+
+        # 3. Epilogue: over the warps of the block, then over the blocks of the cluster.
+        for i in cutlass.range_constexpr(tiles):
+            for j in cutlass.range_constexpr(4):
+                value = sums[i, 0, j] + sums[i, 1, j]
+                # Of mma's result: row g + 8 * (j // 2), column 2 * t + j % 2.
+                if const_expr(XT > 8):
+                    expert = i // x_rows * 16 + g + 8 * (j // 2)
+                    partial[warp, i % x_rows * 8 + 2 * t + j % 2, expert] = value
+                elif const_expr(16 * i + 8 * (j // 2) < config.tokens):
+                    partial[warp, 16 * i + g + 8 * (j // 2), 2 * t + j % 2] = value
+        cute.arch.sync_threads()
+
+        if const_expr(S > 1):
+            cute.arch.cluster_wait()
+            G = config.group
+            for start in cutlass.range_constexpr(0, config.sums // G, W * WARP):
+                index = (thread + start) * G
+                if index < sent:
+                    total = self._sum_over_warps(partial, index)
+                    slot = rank * config.owned + index % config.owned
+                    words = tuple(total[j].bitcast(Int32) for j in range(G))
+                    cute.arch.store_async_dsmem(
+                        (inbox.iterator + slot).align(4 * G),
+                        words if G > 1 else words[0],
+                        received,
+                        index // config.owned,
+                    )
+            for start in cutlass.range_constexpr(0, config.owned, W * WARP):
+                slot = thread + start
+                if slot < mine:
+                    wait_cluster(received, 0)
+                    value = Float32(0.0)
+                    for peer in cutlass.range_constexpr(S):
+                        value = value + inbox[peer, slot]
+                    self._store(
+                        out, rank * config.owned + slot, value, token0, tokens, expert0, experts
+                    )
+        else:
+            for start in cutlass.range_constexpr(0, config.sums, W * WARP):
+                index = thread + start
+                if index < config.sums:
+                    value = Float32(0.0)
+                    for j in cutlass.range_constexpr(W):
+                        value = value + partial[j, index // XT, index % XT]
+                    self._store(out, index, value, token0, tokens, expert0, experts)
+
+    @cute.jit
+    def _sum_over_warps(self, partial: cute.Tensor, index: Int32) -> cute.Tensor:
+        """A group of neighbouring sums of the tile, each over all warps, by one read a warp."""
+        config = self.config
+        XT, G = config.experts_tile, config.group
+        total = cute.make_rmem_tensor((G,), Float32)
+        total.fill(0.0)
+        part = cute.make_rmem_tensor((G,), Float32)
+        for j in cutlass.range_constexpr(config.warps):
+            offset = (j * config.tokens + index // XT) * config.pitch + index % XT
+            source = cute.make_tensor(
+                (partial.iterator + offset).align(4 * G), cute.make_layout((G,))
+            )
+            cute.autovec_copy(source, part)
+            for i in cutlass.range_constexpr(G):
+                total[i] = total[i] + part[i]
+        return total
+
+    @cute.jit
+    def _store(
+        self,
+        out: cute.Pointer,
+        index: Int32,
+        value: Float32,
+        token0: Int32,
+        tokens: Int32,
+        expert0: Int32,
+        experts: Int32,
+    ) -> None:
+        """Write one sum of the tile, where the tile lies within the output."""
+        token = token0 + index // self.config.experts_tile
+        expert = expert0 + index % self.config.experts_tile
+        if (token < tokens) & (expert < experts):
+            store_element(out, Int64(token) * Int64(experts) + Int64(expert), value)
+
+
+def entry(config: OneshotConfig, *, out_dtype: DType, pdl: bool) -> tuple[Any, tuple[Any, ...]]:
+    """The function to compile and the placeholder arguments to compile it for."""
+    kernel = Oneshot(config, pdl=pdl)
+    sizes = (Int32(1), Int32(1), Int32(config.hidden), Int32(config.hidden))
+    return kernel, (*pointer_arguments(out_dtype), *sizes, make_fake_stream())

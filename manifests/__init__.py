@@ -1,0 +1,1 @@
+"""Manifests of public model families, one YAML file each."""

@@ -1,0 +1,121 @@
+"""The plan of the GPU check: which cases run, by which tuning tables, from which manifests.
+
+Needs no GPU. The machine that builds the store and the one that checks it share this plan, so the
+check asks for nothing that was not built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+TARGET = "sm_90a"
+
+MODELS = {
+    "dsv4-pro": (7168, 384),
+    "dsv4-flash": (4096, 256),
+    "dsv3": (7168, 256),
+    "gpt-oss-20b": (2880, 32),
+    "gpt-oss-120b": (2880, 128),
+}
+"""Routers of real models: hidden size and experts."""
+
+EDGES = {f"edge-{k}-{n}": (k, n) for k in (2304, 2880) for n in (7, 32, 160, 264)}
+"""Sizes that divide by no tile."""
+
+SHAPES = tuple(dict.fromkeys((MODELS | EDGES).values()))
+
+TOKENS = (*range(1, 18), 33, 64)
+
+OUT_DTYPES = ("fp32", "bf16", "fp16")
+
+TOLERANCE = {"fp32": 2e-6, "bf16": 3e-3, "fp16": 4e-4}
+"""Largest relative Frobenius error against float64 for each output type."""
+
+FORCED = {
+    "dotprod": {"backend": "dotprod", "block": 128, "experts_per_block": 1},
+    "splitk": {"backend": "splitk", "split_k": 6, "stages": 4},
+}
+"""Backends, each with the one tile that a table of ours forces on every problem."""
+
+TABLES = (*FORCED, "reference", "default")
+
+
+class Case(NamedTuple):
+    """One product, computed by what a tuning table chooses."""
+
+    table: str
+    hidden: int
+    experts: int
+    tokens: int
+    out_dtype: str
+    pdl: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.table} K={self.hidden} N={self.experts} M={self.tokens} {self.out_dtype} "
+            f"pdl={'on' if self.pdl else 'off'}"
+        )
+
+
+def cases() -> Iterator[Case]:
+    """Every case of the grid, table by table."""
+    for table in TABLES:
+        for hidden, experts in SHAPES:
+            for out_dtype in OUT_DTYPES:
+                for pdl in (True, False):
+                    for tokens in TOKENS:
+                        yield Case(table, hidden, experts, tokens, out_dtype, pdl)
+
+
+def write_tables(folder: Path) -> dict[str, str]:
+    """Write the tables that force a backend; the name or path by which each table is loaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {table: table for table in TABLES}
+    for backend, tile in FORCED.items():
+        path = folder.resolve() / f"{backend}.json"
+        table = {
+            "schema": 1,
+            "name": f"gpu-check-{backend}",
+            "source": "the GPU check: one backend for every problem",
+            "rules": [{"use": tile}],
+        }
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n")
+        names[backend] = str(path)
+    return names
+
+
+def write_manifests(folder: Path) -> list[Path]:
+    """Write a manifest for each table, together every case, and the tables that they name."""
+    names = write_tables(folder / "tables")
+    written = []
+    for table in TABLES:
+        path = folder / f"gpu-check-{table}.yaml"
+        path.write_text(_manifest(table, names[table]), encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _manifest(table: str, tuning: str) -> str:
+    lines = [
+        f"# What the GPU check asks of the tuning table {table}.",
+        "schema: 1",
+        f"name: gpu-check-{table}",
+        f"targets: [{TARGET}]",
+        "defaults:",
+        "  tokens: [1-17, 33, 64]",
+        f"  out_dtype: [{', '.join(OUT_DTYPES)}]",
+        "  pdl: both",
+        f"  tuning: {msgspec.json.encode(tuning).decode()}",
+        "routers:",
+    ]
+    listed: set[tuple[int, int]] = set()
+    for model, (hidden, experts) in (MODELS | EDGES).items():
+        if (hidden, experts) in listed:
+            continue
+        listed.add((hidden, experts))
+        lines.append(f"  - {{model: {model}, hidden: {hidden}, experts: {experts}}}")
+    return "\n".join(lines) + "\n"

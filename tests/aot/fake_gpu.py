@@ -1,0 +1,226 @@
+"""A GPU of CPU memory: a driver that computes what a launch asks for, and devices to go with it.
+
+It decodes the parameter buffer by the stored launch record and computes only what the grid covers,
+so that a wrong offset, value or extent shows in the result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from llbf16_aot.artifact import RECORD_SCHEMA, Artifact, Blob, Provenance, Record, Resources
+from llbf16_aot.backends import BACKENDS, DotprodConfig
+from llbf16_aot.driver import Kernel, LaunchConfig, Library
+from llbf16_aot.errors import DriverError
+from llbf16_aot.key import CompileKey, kernel_source_digest
+from llbf16_aot.launch import Attribute, Extent, LaunchRecord, ParamSource
+from llbf16_aot.problem import DType
+from llbf16_aot.store import Miss, MissReason
+
+TORCH_TYPES = {
+    DType.FP32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+}
+
+
+def artifact_for(key: CompileKey) -> Artifact:
+    """An artifact as the builder would publish it, but for its bytes, which name the key."""
+    backend = BACKENDS[key.backend]
+    cubin = b"machine code of " + str(key).encode()
+    launch = LaunchRecord.assemble(
+        f"kernel_{Blob.of(cubin).digest[:8]}",
+        backend.geometry(key.config),
+        attributes=(Attribute.PROGRAMMATIC_STREAM_SERIALIZATION,) if key.pdl else (),
+        sources=backend.PARAMS,
+    )
+    return Artifact(
+        Record(
+            schema=RECORD_SCHEMA,
+            key=key,
+            launch=launch,
+            resources=Resources(registers=32, static_shared_bytes=0, local_bytes=0),
+            provenance=Provenance(
+                builder_version="0",
+                toolchain={},
+                options=(),
+                kernel_source_digest=kernel_source_digest(key.backend),
+            ),
+            cubin=Blob.of(cubin),
+        ),
+        cubin,
+    )
+
+
+class MemoryStore:
+    """Artifacts in memory, misses for all else; counts how often each digest was asked for."""
+
+    root = Path("/the/store")
+
+    def __init__(self, artifacts: Iterable[Artifact] = ()) -> None:
+        self.entries: dict[str, Artifact | Miss] = {a.digest: a for a in artifacts}
+        self.asked: list[str] = []
+
+    def get(self, digest: str) -> Artifact | Miss:
+        self.asked.append(digest)
+        return self.entries.get(digest) or Miss(digest, MissReason.ABSENT, "no such entry")
+
+
+class FakeDriver:
+    """Executes launches of the artifacts that it knows on CPU memory; counts and records calls."""
+
+    def __init__(self, artifacts: Iterable[Artifact] = ()) -> None:
+        self.capabilities = {0: (9, 0), 1: (10, 0)}
+        self.artifacts = {a.cubin: a for a in artifacts}
+        self.params: tuple[tuple[int, int], ...] | None = None
+        self.failing: set[str] = set()
+        self.before_launch: Callable[[], None] = lambda: None
+        self.libraries: dict[int, Artifact] = {}
+        self.loads = 0
+        self.unloads = 0
+        self.ready: list[tuple[int, int]] = []
+        self.bound: list[tuple[int, int]] = []
+        self.launches: list[tuple[Artifact, LaunchConfig, int]] = []
+
+    def compute_capability(self, device: int) -> tuple[int, int]:
+        self._may_fail("compute_capability")
+        return self.capabilities[device]
+
+    def bind_context(self, device: int) -> None:
+        self.bound.append((threading.get_ident(), device))
+
+    def load_library(self, cubin: bytes) -> Library:
+        self._may_fail("load_library")
+        self.loads += 1
+        library = 0x2000 + self.loads
+        self.libraries[library] = self.artifacts[cubin]
+        return Library(library)
+
+    def unload_library(self, library: Library) -> None:
+        self.unloads += 1
+        self._may_fail("unload_library")
+
+    def get_kernel(self, library: Library, symbol: str) -> Kernel:
+        if self.libraries[library].record.launch.symbol != symbol:
+            raise DriverError(f"no symbol {symbol}")
+        return Kernel(library + 0x1000)
+
+    def param_info(self, kernel: Kernel) -> tuple[tuple[int, int], ...]:
+        launch = self.libraries[kernel - 0x1000].record.launch
+        return self.params or tuple((p.offset_bytes, p.size_bytes) for p in launch.params)
+
+    def make_ready(self, kernel: Kernel, device: int, *, dynamic_shared_bytes: int) -> None:
+        self._may_fail("make_ready")
+        self.ready.append((device, dynamic_shared_bytes))
+
+    def prepare(self, kernel: Kernel, config: LaunchConfig) -> Callable[[int, bytes], None]:
+        artifact = self.libraries[kernel - 0x1000]
+        busy = threading.Lock()
+
+        def launch(stream: int, params: bytes) -> None:
+            if not busy.acquire(blocking=False):
+                raise DriverError("two threads use one prepared launch")
+            try:
+                self.before_launch()
+                self._may_fail("launch")
+                assert len(params) == config.params_size_bytes
+                execute(artifact, config, params)
+                self.launches.append((artifact, config, stream))
+            finally:
+                busy.release()
+
+        return launch
+
+    def _may_fail(self, call: str) -> None:
+        if call in self.failing:
+            raise DriverError(f"{call} failed")
+
+
+class FakeDevices:
+    """CPU memory as device 0; `now` is the current device, `captured` whether a graph records."""
+
+    device_type = "cpu"
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.captured = False
+        self.guarded: list[int] = []
+        self.at_capture_check: Callable[[], None] = lambda: None
+
+    def current(self) -> int:
+        return self.now
+
+    @contextmanager
+    def guard(self, index: int) -> Iterator[None]:
+        before, self.now = self.now, index
+        self.guarded.append(index)
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def stream(self, index: int) -> int:
+        assert index == self.now
+        return 0x77 + index
+
+    def capturing(self) -> bool:
+        self.at_capture_check()
+        return self.captured
+
+
+def execute(artifact: Artifact, config: LaunchConfig, params: bytes) -> None:
+    """The product that a parameter buffer describes, as far as the grid covers it."""
+    record = artifact.record
+    values = {
+        p.source: int.from_bytes(
+            params[p.offset_bytes : p.offset_bytes + p.size_bytes], "little", signed=True
+        )
+        for p in record.launch.params
+    }
+    key = record.key
+    static = key.config.hidden if isinstance(key.config, DotprodConfig) else None
+    hidden = values.get(ParamSource.HIDDEN, static)
+    assert hidden is not None
+    tokens, experts = values[ParamSource.TOKENS], values[ParamSource.EXPERTS]
+    x = _rows(values[ParamSource.X], tokens, hidden, values[ParamSource.X_ROW_STRIDE])
+    weight = _rows(
+        values[ParamSource.WEIGHT], experts, hidden, values[ParamSource.WEIGHT_ROW_STRIDE]
+    )
+    result = (x.double() @ weight.double().t()).to(TORCH_TYPES[key.out_dtype])
+    covered = {Extent.TOKENS: 0, Extent.EXPERTS: 0, Extent.ONE: 0}
+    for dim, blocks in zip(record.launch.grid, config.grid, strict=True):
+        covered[dim.extent] = blocks // dim.blocks * dim.tile
+    size = key.out_dtype.size_bytes
+    for row in range(min(tokens, covered[Extent.TOKENS])):
+        columns = min(experts, covered[Extent.EXPERTS])
+        line = result[row, :columns].contiguous()
+        ctypes.memmove(
+            values[ParamSource.OUT] + row * experts * size, line.data_ptr(), columns * size
+        )
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, every byte of it 0xff: not a number in each of our types."""
+    ctypes.memset(tensor.data_ptr(), 0xFF, tensor.numel() * tensor.element_size())
+    return tensor
+
+
+def _rows(address: int, rows: int, hidden: int, stride: int) -> torch.Tensor:
+    data = ctypes.string_at(address, ((rows - 1) * stride + hidden) * 2)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+    return flat.as_strided((rows, hidden), (stride, 1))
+
+
+def buffer_of(record: LaunchRecord, values: dict[ParamSource, int]) -> bytes:
+    """A parameter buffer laid out parameter by parameter, gaps zero."""
+    buffer = bytearray(record.params_size_bytes)
+    for param in record.params:
+        form = "<Q" if param.size_bytes == 8 else "<i"
+        struct.pack_into(form, buffer, param.offset_bytes, values[param.source])
+    return bytes(buffer)

@@ -1,0 +1,128 @@
+"""The doctor tells what is there and what is wrong, and is broken by nothing that it finds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from llbf16_aot import doctor
+from llbf16_aot.doctor import Diagnosis, Finding, Mount, Status, diagnose, find_mount
+from llbf16_aot.environment import Environment
+
+MOUNTS = """\
+22 1 254:1 / / rw,relatime - ext4 /dev/vda1 rw
+30 22 0:25 / /tmp rw,nosuid - tmpfs tmpfs rw,size=1g
+31 22 0:40 / /mnt/shared\\040disk rw shared:1 master:2 - nfs4 server:/export rw
+32 22 0:41 / /data rw - ext4 /dev/vdb rw
+33 32 0:42 / /data rw - overlay overlay rw
+garbage
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "mount"),
+    [
+        ("/home/user/cache", Mount("/", "ext4")),
+        ("/tmp", Mount("/tmp", "tmpfs")),
+        ("/tmpfiles/x", Mount("/", "ext4")),
+        ("/mnt/shared disk/store", Mount("/mnt/shared disk", "nfs4")),
+        ("/data/store", Mount("/data", "overlay")),
+    ],
+)
+def test_a_path_belongs_to_the_nearest_mount(path: str, mount: Mount) -> None:
+    """Catches /tmpfiles taken for /tmp, escaped names, optional fields, and mounts over mounts."""
+    assert find_mount(Path(path), MOUNTS) == mount
+
+
+def of(diagnosis: Diagnosis, section: str, name: str) -> Finding:
+    return next(f for f in diagnosis.findings if (f.section, f.name) == (section, name))
+
+
+@pytest.fixture
+def on_ext4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests run on any file system: the real one must not decide whether there are warnings."""
+    monkeypatch.setattr(doctor, "find_mount", lambda path, text: Mount("/", "ext4"))
+
+
+@pytest.mark.usefixtures("on_ext4")
+def test_a_store_that_does_not_exist_yet_is_no_fault(tmp_path: Path) -> None:
+    """Catches a doctor that calls a fresh machine broken."""
+    diagnosis = diagnose(tmp_path / "none", Environment({}))
+    assert of(diagnosis, "store", "exists").value is False
+    assert diagnosis.status is Status.OK
+
+
+@pytest.mark.usefixtures("on_ext4")
+def test_the_origin_of_the_store_setting_is_named(tmp_path: Path) -> None:
+    """Catches the question `why does it look there?` without an answer."""
+    environment = Environment({"LLBF16_AOT_STORE": str(tmp_path / "a"), "HOME": str(tmp_path)})
+    assert "from LLBF16_AOT_STORE" in of(diagnose(None, environment), "store", "path").text
+    explicit = of(diagnose(tmp_path / "b", environment), "store", "path")
+    assert "from --store" in explicit.text
+    assert explicit.value == str(tmp_path / "b")
+
+
+@pytest.mark.usefixtures("on_ext4")
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_store_that_others_can_write_is_broken(tmp_path: Path, mode: int) -> None:
+    """Catches a store whose kernels another user can replace; the advice is a command."""
+    root = tmp_path / "store"
+    root.mkdir()
+    root.chmod(mode)
+    diagnosis = diagnose(root, Environment({}))
+    assert of(diagnosis, "store", "mode").value == f"{mode:04o}"
+    finding = of(diagnosis, "store", "entries")
+    assert finding.status is Status.BROKEN
+    assert "chmod" in finding.advice
+    assert str(root) in finding.advice
+
+
+@pytest.mark.usefixtures("on_ext4")
+def test_a_file_in_place_of_the_store_is_broken(tmp_path: Path) -> None:
+    """Catches a doctor that reports file system and space of what is no store."""
+    root = tmp_path / "store"
+    root.touch()
+    diagnosis = diagnose(root, Environment({}))
+    assert of(diagnosis, "store", "kind").status is Status.BROKEN
+    assert diagnosis.status is Status.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [("nfs4", "network"), ("fuse.sshfs", "network"), ("tmpfs", "memory")]
+)
+def test_network_and_memory_file_systems_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, word: str
+) -> None:
+    """Catches caches on a mount where locks fail, or that are gone after a restart, unnoticed."""
+    monkeypatch.setattr(doctor, "find_mount", lambda path, text: Mount("/", kind))
+    finding = of(diagnose(tmp_path, Environment({})), "store", "file system")
+    assert finding.status is Status.WARNING
+    assert word in finding.advice
+
+
+@pytest.mark.usefixtures("on_ext4")
+def test_low_space_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a disk that fills up in the middle of a build without a word before."""
+    real = os.statvfs(tmp_path)
+    low = os.statvfs_result((*real[:2], 1000, 1000, 1000, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: low)
+    finding = of(diagnose(tmp_path, Environment({})), "store", "free space")
+    assert finding.status is Status.WARNING
+    assert finding.value == 1000 * real.f_frsize
+
+
+@pytest.mark.usefixtures("on_ext4")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LLBF16_AOT_JOBS", "many"),
+        ("LLBF16_AOT_COMPILE_TIMEOUT_S", "soon"),
+        ("LLBF16_AOT_TUNING", "no-such-table"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_broken(tmp_path: Path, name: str, value: str) -> None:
+    """Catches a doctor that says all is well while every build fails."""
+    diagnosis = diagnose(tmp_path, Environment({name: value}))
+    assert diagnosis.status is Status.BROKEN
+    assert any(value in f.text for f in diagnosis.findings if f.status is Status.BROKEN)

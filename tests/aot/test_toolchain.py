@@ -1,0 +1,72 @@
+"""The toolchain is told without importing it, and what is told is true."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+from llbf16_aot import toolchain as module
+from llbf16_aot.key import check_target
+from llbf16_aot.problem import Target
+from llbf16_aot.toolchain import COMPILER, KNOWN_TARGETS, toolchain
+
+
+@pytest.fixture
+def nothing_remembered() -> Iterator[None]:
+    module._versions.cache_clear()
+    yield
+    module._versions.cache_clear()
+
+
+def test_a_missing_compiler_is_none(
+    monkeypatch: pytest.MonkeyPatch, nothing_remembered: None
+) -> None:
+    """Catches PackageNotFoundError on machines that only run kernels."""
+
+    def nothing(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", nothing)
+    assert toolchain() is None
+
+
+@pytest.mark.compiler
+def test_every_library_of_the_compiler_is_named() -> None:
+    """Catches stale artifacts after an upgrade of a library that holds the code generator."""
+    installed = {
+        name: distribution.version
+        for distribution in metadata.distributions()
+        if (name := distribution.metadata["Name"]) == COMPILER
+        or name.startswith(f"{COMPILER}-libs-")
+    }
+    assert len(installed) > 1
+    assert toolchain() == installed
+
+
+@pytest.mark.compiler
+def test_asking_for_the_toolchain_imports_no_compiler() -> None:
+    """Catches half a second of import in every `build` that has nothing to do."""
+    code = (
+        "import sys; from llbf16_aot.toolchain import toolchain; toolchain(); "
+        "sys.exit('cutlass' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.compiler
+def test_the_known_targets_are_those_of_the_installed_compiler() -> None:
+    """Catches a list that an upgrade of the compiler made wrong."""
+    code = "from cutlass.base_dsl.enums import Arch; print(*(a.name for a in Arch))"
+    names = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    usable = []
+    for name in names:
+        target = Target.parse(name)
+        if target.major >= 9 and target.suffix:
+            check_target(target)
+            usable.append(name)
+    assert set(KNOWN_TARGETS) == set(usable)
