@@ -42,9 +42,9 @@ from .text import short
 from .toolchain import COMPILE_OPTIONS, COMPILER, builder_version
 
 if TYPE_CHECKING:
-    from .child import Compiled
     from .manifest import Manifest
     from .pool import CompilerPool
+    from .protocol import Compiled
 
 __all__ = [
     "BuildPlan",

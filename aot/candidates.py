@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .key import CompileKey
-from .plan import BuildPlan, manifest_targets, plan_items
+from .plan import BuildPlan, manifest_targets, plan_keys
 from .problem import DType, Problem, Target
 from .search import PROBES, candidate_keys, probe_key
-from .toolchain import toolchain
 
 if TYPE_CHECKING:
     from .manifest import Manifest
@@ -35,10 +34,8 @@ def plan_candidates(
     """
     keys: dict[str, CompileKey] = {}
     models: dict[str, dict[str, None]] = {}
-    used: dict[str, None] = {}
     for manifest, wanted in manifest_targets(manifests, targets):
         for target in wanted:
-            used[str(target)] = None
             for kind in PROBES:
                 key = probe_key(kind, target)
                 keys[key.digest()] = key
@@ -52,19 +49,4 @@ def plan_candidates(
                     digest = key.digest()
                     keys[digest] = key
                     models.setdefault(digest, {})[router.model] = None
-    compiler = toolchain()
-    return BuildPlan(
-        manifests=tuple(manifest.name for manifest in manifests),
-        store=store.root,
-        targets=tuple(used),
-        compiler=compiler,
-        force=force,
-        items=plan_items(
-            keys,
-            {digest: tuple(askers) for digest, askers in models.items()},
-            store=store,
-            compiler=compiler,
-            force=force,
-        ),
-        needs=(),
-    )
+    return plan_keys(keys, models, manifests, store=store, force=force, needs=())

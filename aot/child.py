@@ -4,11 +4,9 @@ The compiler runs in children because it is not thread-safe, reads dozens of env
 and may crash. A child serves keys of one target, in its own process group and its own temporary
 directory, with an environment that holds nothing of the caller's but where packages lie.
 
-Protocol: a child writes `{"ready": true, "version": ...}` and a line feed; then, for each line
-`{"key": <CompileKey>}` that it reads, a line `{"ok": true, "symbol", "cubin_size", "ptx_size"}`
-followed by exactly that many bytes of cubin and of PTX, or a line `{"ok": false, "error"}`. It ends
-at the end of its input: that also ends the idle children of a parent that was killed. A busy one
-ends with the key that it works on; the temporary directory of either stays behind.
+They speak the protocol of `llbf16_aot.protocol`. A child ends at the end of its input: that also
+ends the idle children of a parent that was killed. A busy one ends with the key that it works on;
+the temporary directory of either stays behind.
 """
 
 from __future__ import annotations
@@ -28,14 +26,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import msgspec
 
 from .errors import CompileError
 from .key import CompileKey
+from .protocol import Compiled, Ready, Reply, Request
 
-__all__ = ["Compiled", "CompilerProcess", "child_command", "child_environment"]
+__all__ = ["CompilerProcess", "child_command", "child_environment"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,31 +54,6 @@ _ENDING_S = 2.0
 
 _INHERITED = ("LD_LIBRARY_PATH", "PYTHONHOME")
 """Variables without which some installations cannot start Python at all."""
-
-
-class Compiled(NamedTuple):
-    """Machine code of one key as the compiler returned it, not checked yet."""
-
-    symbol: str
-    cubin: bytes
-    ptx: bytes
-
-
-class _Ready(msgspec.Struct):
-    ready: bool
-    version: str
-
-
-class _Request(msgspec.Struct):
-    key: CompileKey
-
-
-class _Reply(msgspec.Struct):
-    ok: bool
-    error: str = ""
-    symbol: str = ""
-    cubin_size: int = 0
-    ptx_size: int = 0
 
 
 def child_command() -> tuple[str, ...]:
@@ -152,7 +126,7 @@ class CompilerProcess:
         deadline = time.monotonic() + self._limit_s
         line = self._read_line(deadline)
         try:
-            ready = msgspec.json.decode(line, type=_Ready)
+            ready = msgspec.json.decode(line, type=Ready)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             self._fail(f"the compiler process started with {_quote(line)} instead of its version")
         if not ready.ready or ready.version != version:
@@ -173,12 +147,12 @@ class CompilerProcess:
         try:
             # One request is far smaller than a pipe's buffer, and never more than one is under way.
             if stdin is not None:
-                stdin.write(msgspec.json.encode(_Request(key)) + b"\n")
+                stdin.write(msgspec.json.encode(Request(key)) + b"\n")
         except OSError:
             self._fail(self._ending())
         line = self._read_line(deadline)
         try:
-            reply = msgspec.json.decode(line, type=_Reply)
+            reply = msgspec.json.decode(line, type=Reply)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             self._fail(f"the compiler process answered {_quote(line)}, which is no reply")
         if not reply.ok:

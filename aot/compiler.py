@@ -1,9 +1,8 @@
 """The compiler: turns one compile key into a cubin, in a process of its own.
 
 Together with the kernels, the only module that imports CuTe DSL. Run as
-`python -m llbf16_aot.compiler` it is the child that the builder talks to: one JSON request a line
-on stdin, `{"key": <compile key>}`; one reply each on stdout, a JSON line and then the bytes that it
-announces.
+`python -m llbf16_aot.compiler` it is the child that the builder talks to, by the protocol of
+`llbf16_aot.protocol` on stdin and stdout.
 """
 
 from __future__ import annotations
@@ -13,35 +12,16 @@ import importlib.metadata
 import os
 import sys
 import traceback
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 
 from .errors import AotError, CompileError
 from .key import CompileKey
+from .protocol import Compiled, Ready, Reply, Request
 from .toolchain import COMPILE_OPTIONS
 
-__all__ = ["Compiled", "compile_key", "main"]
-
-
-class Compiled(NamedTuple):
-    """What the compiler made of a key: the kernel's symbol, its machine code and its PTX."""
-
-    symbol: str
-    cubin: bytes
-    ptx: bytes
-
-
-class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    key: CompileKey
-
-
-class _Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    ok: bool
-    error: str = ""
-    symbol: str = ""
-    cubin_size: int = 0
-    ptx_size: int = 0
+__all__ = ["compile_key", "main"]
 
 
 def compile_key(key: CompileKey) -> Compiled:
@@ -87,20 +67,20 @@ def main() -> int:
     """Serve requests until stdin ends. A key that fails is answered, and the next one is served."""
     channel = _private_stdout()
     version = importlib.metadata.version("nvidia-cutlass-dsl")
-    channel.write(msgspec.json.encode({"ready": True, "version": version}) + b"\n")
+    channel.write(msgspec.json.encode(Ready(ready=True, version=version)) + b"\n")
     channel.flush()
     for line in sys.stdin.buffer:
         try:
-            request = msgspec.json.decode(line, type=_Request)
+            request = msgspec.json.decode(line, type=Request)
             compiled = compile_key(request.key)
         except AotError as error:
-            channel.write(msgspec.json.encode(_Reply(ok=False, error=error.message)) + b"\n")
+            channel.write(msgspec.json.encode(Reply(ok=False, error=error.message)) + b"\n")
         except Exception as error:
             traceback.print_exc()
             text = f"{type(error).__name__}: {error}"
-            channel.write(msgspec.json.encode(_Reply(ok=False, error=text)) + b"\n")
+            channel.write(msgspec.json.encode(Reply(ok=False, error=text)) + b"\n")
         else:
-            reply = _Reply(
+            reply = Reply(
                 ok=True,
                 symbol=compiled.symbol,
                 cubin_size=len(compiled.cubin),

@@ -31,8 +31,8 @@ __all__ = [
 class AotError(Exception):
     """Base of every deliberate error.
 
-    `code` is stable and documented, `exit_code` is what the command line returns, `hint` is the next
-    thing to do (empty where nothing better than the message can be said).
+    `code` is stable and documented, `exit_code` is what the command line returns, `hint` is the
+    next thing to do (empty where nothing better than the message can be said).
     """
 
     code = "error"
@@ -94,7 +94,7 @@ class CompilerMissingError(AotError):
 
 
 class CompileError(AotError):
-    """The compiler failed, crashed or ran out of time; the message ends with the tail of its log."""
+    """The compiler failed, crashed or ran out of time; the message ends with its log's tail."""
 
     code = "compile"
 

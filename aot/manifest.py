@@ -126,9 +126,13 @@ def _read(path: Path) -> str:
             f"{path}: cannot read the manifest: {reason}",
             hint=f"name a file, or one of {', '.join(packaged_manifests())}",
         ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ManifestError(
+            f"{path}: cannot read the manifest: not a regular file",
+            hint=f"name a file, or one of {', '.join(packaged_manifests())}",
+        )
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ManifestError(f"{path}: cannot read the manifest: not a regular file")
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise ManifestError(

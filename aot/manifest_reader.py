@@ -48,7 +48,14 @@ def _compose(text: str, origin: str) -> Node | None:
         raise ManifestError(f"{origin}:1: not valid YAML: {error}") from error
     except RecursionError as error:
         raise ManifestError(f"{origin}:1: nested too deeply") from error
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         # ruamel.yaml lets some of these through for malformed directives and escapes.
         raise ManifestError(f"{origin}:1: not valid YAML: {error}") from error
     return node
@@ -92,11 +99,12 @@ class _Reader:
                 self._note(root, f"field {field!r} is missing")
         schema = self._field(top, "schema", self._schema, MANIFEST_SCHEMA)
         name = self._field(top, "name", self._text, "")
-        targets = self._field(top, "targets", self._targets, ())
-        defaults = self._field(
-            top, "defaults", lambda n, f: self._mapping(n, f, _OPTIONAL, inside="defaults"), {}
-        )
-        nodes = self._field(top, "routers", self._router_nodes, [])
+        no_targets: tuple[Target, ...] = ()
+        targets = self._field(top, "targets", self._targets, no_targets)
+        defaults: dict[str, Node] = {}
+        defaults = self._field(top, "defaults", self._defaults, defaults)
+        nodes: list[Node] = []
+        nodes = self._field(top, "routers", self._router_nodes, nodes)
         routers: dict[Router, None] = {}
         for node in nodes:
             router = self._router(node, defaults)
@@ -107,6 +115,9 @@ class _Reader:
         if self._wrong:
             self._fail()
         return Manifest(schema, name, targets, tuple(routers), self._origin)
+
+    def _defaults(self, node: Node, field: str) -> dict[str, Node]:
+        return self._mapping(node, field, _OPTIONAL, inside="defaults")
 
     def _router_nodes(self, node: Node, field: str) -> list[Node]:
         members = self._list(node, field)

@@ -73,6 +73,11 @@ def json_schema() -> dict[str, object]:
         "type": "object",
         "additionalProperties": False,
         "required": ["schema", "name", "targets", "routers"],
+        # Each router has tokens of its own, or the defaults have them.
+        "anyOf": [
+            {"properties": {"defaults": {"required": ["tokens"]}}, "required": ["defaults"]},
+            {"properties": {"routers": {"items": {"required": ["tokens"]}}}},
+        ],
         "properties": {
             "schema": {"description": "Version of this format.", "const": MANIFEST_SCHEMA},
             "name": {"description": "Name of the manifest.", "type": "string", "minLength": 1},

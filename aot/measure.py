@@ -48,11 +48,11 @@ class Timer(Protocol):
 
 
 class GraphTimer:
-    """Captures calls into a CUDA graph on a stream of its own and times replays with CUDA events."""
+    """Captures calls into a CUDA graph on a stream of its own; times replays by CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, body: Call, *, calls: int, replays: int) -> list[float]:
         """Microseconds of each replay, after a call outside the graph and three warm-up replays."""
@@ -85,7 +85,7 @@ class GraphTimer:
         return graph
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = _event(), _event()
         begin.record(self._stream)
         graph.replay()
         end.record(self._stream)
@@ -141,14 +141,14 @@ class GpuLab:
             versions |= {f"built with {k}": v for k, v in _toolchain(found).items()}
         return Machine(name, _driver_release(), versions)
 
-    def copy_bytes_per_s(self, size_bytes: int = COPY_BYTES) -> float:
+    def copy_bytes_per_s(self) -> float:
         """Bytes read plus bytes written in a second by a large device-to-device copy."""
-        source = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, device=self.device)
+        source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device=self.device)
         copy = torch.empty_like(source)
         replays = self.timer(
             lambda _: _discard(copy.copy_(source)), calls=COPY_CALLS, replays=COPY_REPLAYS
         )
-        return 2 * size_bytes / (per_call(replays, COPY_CALLS).us * 1e-6)
+        return 2 * COPY_BYTES / (per_call(replays, COPY_CALLS).us * 1e-6)
 
     def bench(self, hidden: int, experts: int, tokens: int) -> GpuBench:
         """Operands for a problem; the weights of another shape are given up."""
@@ -187,12 +187,10 @@ class GpuBench:
         calls: dict[str, Call] = {"F.linear": lambda i: _discard(functional.linear(x, weights[i]))}
         try:
             torch.mm(x, weights[0].t(), out_dtype=torch.float32)
-        except (TypeError, NotImplementedError, RuntimeError):
+        except (TypeError, NotImplementedError):
             # The keyword came with torch 2.8, its kernel for CUDA only.
             return calls
-        calls["torch.mm"] = lambda i: _discard(
-            torch.mm(x, weights[i].t(), out_dtype=torch.float32)
-        )
+        calls["torch.mm"] = lambda i: _discard(torch.mm(x, weights[i].t(), out_dtype=torch.float32))
         return calls
 
     def compiled(self) -> Call | str:
@@ -294,6 +292,10 @@ class GpuBench:
     def _call(self, launcher: Launcher, operands: list[Operands], out: torch.Tensor) -> Call:
         stream, index, address = self._lab.devices.stream, self._lab.index, out.data_ptr()
         return lambda i: launcher(stream(index), operands[i], address)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ __all__ = [
     "kernel_text",
     "manifest_targets",
     "plan_build",
-    "plan_items",
+    "plan_keys",
     "staleness",
 ]
 
@@ -295,16 +295,7 @@ def plan_build(
             if need.model not in askers:
                 askers.append(need.model)
 
-    compiler = toolchain()
-    return BuildPlan(
-        manifests=tuple(manifest.name for manifest in manifests),
-        store=store.root,
-        targets=tuple(dict.fromkeys(str(need.target) for need in needs)),
-        compiler=compiler,
-        force=force,
-        items=plan_items(keys, models, store=store, compiler=compiler, force=force),
-        needs=tuple(needs),
-    )
+    return plan_keys(keys, models, manifests, store=store, force=force, needs=tuple(needs))
 
 
 def manifest_targets(
@@ -321,16 +312,22 @@ def manifest_targets(
         yield manifest, wanted
 
 
-def plan_items(
+def plan_keys(
     keys: Mapping[str, CompileKey],
     models: Mapping[str, Iterable[str]],
+    manifests: Iterable[Manifest],
     *,
     store: Store,
-    compiler: Mapping[str, str] | None,
     force: bool,
-) -> tuple[PlanItem, ...]:
-    """The items of keys by digest, with the models that ask for each, target by target."""
-    used = tuple(dict.fromkeys(key.target for key in keys.values()))
+    needs: tuple[Need, ...],
+) -> BuildPlan:
+    """The plan of these keys by digest, with the models that ask for each, target by target."""
+    compiler = toolchain()
+    used = tuple(
+        dict.fromkeys(
+            (*(str(need.target) for need in needs), *(key.target for key in keys.values()))
+        )
+    )
     # One target after the other, so that a compiler process serves many keys before it is replaced.
     ordered = sorted(keys, key=lambda digest: used.index(keys[digest].target))
     items = []
@@ -346,7 +343,15 @@ def plan_items(
                 models=tuple(models[digest]),
             )
         )
-    return tuple(items)
+    return BuildPlan(
+        manifests=tuple(manifest.name for manifest in manifests),
+        store=store.root,
+        targets=used,
+        compiler=compiler,
+        force=force,
+        items=tuple(items),
+        needs=needs,
+    )
 
 
 def _parse(target: Target | str) -> Target:

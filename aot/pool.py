@@ -7,9 +7,10 @@ import threading
 from collections.abc import Sequence
 from types import TracebackType
 
-from .child import Compiled, CompilerProcess, child_command
+from .child import CompilerProcess, child_command
 from .errors import CompileError
 from .key import CompileKey
+from .protocol import Compiled
 
 __all__ = ["CompilerPool"]
 

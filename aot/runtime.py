@@ -70,8 +70,8 @@ class Runtime:
 
     `on_miss`: where no stored kernel serves a call, "torch" lets torch compute it, counted in
     `stats()` and logged as one warning a key with the reason and what mends it; "error" raises
-    MissError. Where the tuning table prefers torch's library, torch computes without either. Trouble
-    with the trust in a store (UntrustedStoreError) and with the tuning table
+    MissError. Where the tuning table prefers torch's library, torch computes without either.
+    Trouble with the trust in a store (UntrustedStoreError) and with the tuning table
     (TuningTableError) is always raised.
 
     Raises StoreError where no store is given and the environment names none, ValueError for another

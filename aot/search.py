@@ -7,6 +7,7 @@ come from here, so that they agree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Literal
 
 from .backends import (
@@ -61,10 +62,13 @@ DOTPROD_MAX_TOKENS = 8
 
 DOTPROD_MAX_WASTE = 0.25
 
-SPLITK_TILES = tuple(SplitkTile(s, stages) for s, stages in ((6, 4), (8, 2), (8, 5), (7, 5), (6, 5)))
+SPLITK_TILES = tuple(
+    SplitkTile(s, stages) for s, stages in ((6, 4), (8, 2), (8, 5), (7, 5), (6, 5))
+)
 """The published tiles: an artifact of this family serves every shape, so each costs one compile."""
 
 
+@lru_cache(maxsize=4096)
 def search_space(hidden: int, tokens: int) -> tuple[Tile, ...]:
     """The tiles to measure for a hidden size and a number of tokens, each once.
 
@@ -79,12 +83,8 @@ def search_space(hidden: int, tokens: int) -> tuple[Tile, ...]:
 def candidate_keys(problems: Iterable[Problem], target: Target) -> Iterator[CompileKey]:
     """The keys of every tile of these problems, each once, in the order of their first use."""
     seen: set[CompileKey] = set()
-    spaces: dict[tuple[int, int], tuple[Tile, ...]] = {}
     for problem in problems:
-        size = (problem.hidden, problem.tokens)
-        if size not in spaces:
-            spaces[size] = search_space(*size)
-        for tile in spaces[size]:
+        for tile in search_space(problem.hidden, problem.tokens):
             key = key_for(tile, problem, target)
             if key not in seen:
                 seen.add(key)
@@ -134,7 +134,7 @@ def _works(config: Config) -> bool:
 
 
 def _oneshot(problem: Problem) -> tuple[Tile, ...]:
-    """Tiles that load K in one round; tiles of two rounds, least waste first, where they are few."""
+    """Tiles that load K in one round, and tiles of two, least waste first, where those are few."""
     once = tuple(tile for tile, _ in _covering(problem, rounds=1))
     if len(once) >= FEW:
         return once

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 CALLS = 64
-"""Calls in a graph, each on its own weight: enough that a replay is long against the clock's step."""
+"""Calls in a graph, each on its own weight: a replay is then long against the clock's step."""
 
 WARMUPS = 3
 REPLAYS = 20
@@ -154,5 +154,3 @@ class Lab(Protocol):
 
     def bench(self, hidden: int, experts: int, tokens: int) -> Bench:
         """Operands for a problem; those of the problem before are given up."""
-
-

@@ -71,6 +71,8 @@ class Dotprod:
             block=list(launch.block),
             stream=stream,
             use_pdl=self.pdl,
+            # Without it ptxas aims at more blocks an SM, and spills where a thread holds 8 sums.
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel

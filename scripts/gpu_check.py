@@ -24,6 +24,8 @@ from gpu_report import Report, machine_facts, pytest_facts
 
 REPEATS = 100
 REPLAYS = 20
+GRAPH_CALLS = 1_000
+ENDURANCE_REPLAYS = 1_000
 SANITIZER_TIMEOUT_S = 120
 
 
@@ -116,6 +118,44 @@ def _replays(report: Report, case: Case, run: Run, producer: str, what: str) -> 
         exact = exact_product(source, weight)
         for out in (first, second):
             judge(report, case, out, exact, f"{what}, replay {replay}")
+
+
+def check_endurance(report: Report, runs: dict[str, Run]) -> None:
+    """A million dependent launches behind a producer each: no error, and the same bits throughout.
+
+    What a cluster's exit protocol gets wrong shows only now and then: a block that ends while a
+    peer still writes to it, or a launch that starts over the remains of the one before.
+    """
+    for table in gpu_plan.FORCED:
+        for hidden, experts, tokens in ((7168, 256, 8), (2880, 32, 1)):
+            case = Case(table, hidden, experts, tokens, "fp32", True)
+            what = f"{case}, {GRAPH_CALLS * ENDURANCE_REPLAYS} launches in graphs"
+            with report.case(what):
+                _endure(report, case, runs[table], what)
+
+
+def _endure(report: Report, case: Case, run: Run, what: str) -> None:
+    source, weight = operands(case)
+    x = torch.empty_like(source)
+    out = Output(case)
+    call(run, case, source, weight, out)
+    judge(report, case, out, exact_product(source, weight), what)
+    expected = out.tensor.clone().view(torch.int32)
+    other_bits = torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            torch.add(source, 0, out=x)
+            call(run, case, x, weight, out)
+        # On the device, so that no replay waits for the host.
+        other_bits += out.tensor.view(torch.int32).ne(expected).sum()
+    for replay in range(ENDURANCE_REPLAYS):
+        graph.replay()
+        if replay % 100 == 99:
+            torch.cuda.synchronize()
+            report.alive()
+    if int(other_bits):
+        raise ValueError(f"{int(other_bits)} elements with other bits")
 
 
 def check_late_producer(report: Report, runs: dict[str, Run]) -> None:
@@ -281,6 +321,7 @@ def check(options: argparse.Namespace) -> int:
             ("same_bits", check_same_bits),
             ("graphs", check_graphs),
             ("late_producer", check_late_producer),
+            ("endurance", check_endurance),
         ):
             with report.section(name):
                 # A stream of its own: the default one may serialize what others overlap.

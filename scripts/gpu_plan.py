@@ -38,6 +38,13 @@ TOLERANCE = {"fp32": 2e-6, "bf16": 3e-3, "fp16": 4e-4}
 FORCED = {
     "dotprod": {"backend": "dotprod", "block": 128, "experts_per_block": 1},
     "splitk": {"backend": "splitk", "split_k": 6, "stages": 4},
+    "oneshot": {
+        "backend": "oneshot",
+        "experts_tile": 16,
+        "split_k": 8,
+        "warps": 8,
+        "vectors": 4,
+    },
 }
 """Backends, each with the one tile that a table of ours forces on every problem."""
 

@@ -35,6 +35,8 @@ _COMMANDS = {
     "path": "store",
     "doctor": "doctor",
     "schema": "schema",
+    "tune": "tune",
+    "bench": "bench",
 }
 """Each command and the module that holds it, in the order in which the help lists them."""
 

@@ -1,6 +1,7 @@
 """A compiler process that misbehaves on request; needs the standard library only.
 
 Run as `python fake_compiler.py VERSION [FIFO]`. The key's `hidden` chooses what happens; see Deed.
+Another value, or none, is answered.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def main() -> None:
     print(json.dumps({"ready": True, "version": version}), flush=True)
     for line in sys.stdin:
         key = json.loads(line)["key"]
-        act(Deed(key["config"]["hidden"]), key, fifo)
+        hidden = key["config"].get("hidden")
+        act(Deed(hidden) if hidden in [*Deed] else Deed.ANSWER, key, fifo)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from llbf16_aot.artifact import RECORD_SCHEMA, Artifact, Blob, Provenance, Record, Resources
-from llbf16_aot.backends import BACKENDS, DotprodConfig
+from llbf16_aot.backends import BACKENDS, ProbeConfig
 from llbf16_aot.driver import Kernel, LaunchConfig, Library
 from llbf16_aot.errors import DriverError
 from llbf16_aot.key import CompileKey, kernel_source_digest
@@ -184,9 +184,14 @@ def execute(artifact: Artifact, config: LaunchConfig, params: bytes) -> None:
         for p in record.launch.params
     }
     key = record.key
-    static = key.config.hidden if isinstance(key.config, DotprodConfig) else None
-    hidden = values.get(ParamSource.HIDDEN, static)
+    hidden = values.get(ParamSource.HIDDEN, getattr(key.config, "hidden", None))
     assert hidden is not None
+    if isinstance(key.config, ProbeConfig):
+        if key.config.kind == "producer":
+            # Whole rows, as many as the grid has: the parameters do not tell their number.
+            size_bytes = config.grid[1] * hidden * 2
+            ctypes.memmove(values[ParamSource.OUT], values[ParamSource.X], size_bytes)
+        return
     tokens, experts = values[ParamSource.TOKENS], values[ParamSource.EXPERTS]
     x = _rows(values[ParamSource.X], tokens, hidden, values[ParamSource.X_ROW_STRIDE])
     weight = _rows(

@@ -19,7 +19,6 @@ from fake_compiler import Deed
 from llbf16_aot import builder, plan, toolchain
 from llbf16_aot.artifact import Artifact
 from llbf16_aot.builder import CompileFinished, CompileStarted, Settled, build, execute, plan_build
-from llbf16_aot.child import Compiled
 from llbf16_aot.errors import (
     CompileError,
     CompilerMissingError,
@@ -32,6 +31,7 @@ from llbf16_aot.errors import (
 from llbf16_aot.manifest import Manifest
 from llbf16_aot.plan import State
 from llbf16_aot.pool import CompilerPool
+from llbf16_aot.protocol import Compiled
 from llbf16_aot.report import BuildReport, Outcome
 from llbf16_aot.store import Miss, MissReason, Store
 
@@ -267,6 +267,22 @@ def test_a_problem_that_no_kernel_serves_is_a_named_gap(store: Store, tmp_path: 
         report.check()
     assert "router-16384" in caught.value.message
     assert "weight loads a thread" in caught.value.message
+
+
+def test_what_the_table_leaves_to_the_library_is_no_gap(store: Store, tmp_path: Path) -> None:
+    """Catches a build that fails, or compiles, where the library was chosen on purpose."""
+    table = tmp_path / "half.json"
+    table.write_text(
+        '{"schema": 1, "name": "half", "source": "test", "rules": ['
+        '{"tokens": [2, 2], "use": {"backend": "library"}}, '
+        '{"use": {"backend": "dotprod", "block": 128, "experts_per_block": 1}}]}'
+    )
+    text = manifest_text(8).replace("reference", str(table))
+    report = build(Manifest.parse(text, origin="x"), store=store)
+    report.check()
+    assert outcomes(report) == [Outcome.COMPILED] * 2
+    assert [bool(row.library) for row in report.coverage] == [False, True, False]
+    assert "half" in report.coverage[1].library
 
 
 def test_targets_of_the_caller_take_the_place_of_the_manifests(store: Store) -> None:

@@ -45,6 +45,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
     (tmp_path / "tiny.yaml").write_text(manifest_text(Deed.ANSWER))
+    (tmp_path / "typo.yaml").write_text(
+        manifest_text(Deed.ANSWER, tokens="0-3").replace("hidden:", "hidden_size:")
+    )
     (tmp_path / "bad.yaml").write_text(manifest_text(Deed.ANSWER, Deed.EXIT, tokens="1"))
     return tmp_path
 
@@ -142,6 +145,8 @@ def test_help_is_as_reviewed(run: Run, world: Path, command: str) -> None:
         ("error-missing-manifest", (), ("build",)),
         ("error-target", (), ("build", "tiny.yaml", "--target", "sm_95a")),
         ("error-target-form", (), ("plan", "tiny.yaml", "--target", "hopper", "--json")),
+        ("error-manifest", (), ("build", "typo.yaml")),
+        ("error-manifest-json", (), ("plan", "typo.yaml", "--json")),
         ("error-empty-store", (), ("list", "--store", "")),
     ],
 )
@@ -155,6 +160,13 @@ def test_output_is_as_reviewed(
         digest = Store(world / "home/cache/llbf16-aot").digests()[0]
         arguments = tuple(digest[:12] if a == "DIGEST" else a for a in arguments)
     golden(name, run(*arguments).text(world))
+
+
+def test_a_misspelt_packaged_manifest_is_suggested(run: Run) -> None:
+    """Catches `no such file` as the only answer to a typing error in a name."""
+    ran = run("build", "dsv5")
+    assert ran.code == 2
+    assert "did you mean 'dsv4'?" in ran.err
 
 
 def store_of(world: Path) -> Store:

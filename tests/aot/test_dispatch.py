@@ -13,8 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llbf16_aot.backends import DotprodConfig, DotprodTile, SplitkConfig, SplitkTile
-from llbf16_aot.dispatch import PACKAGED_TABLES, Rule, Table, dispatch, load_table, warmup_keys
-from llbf16_aot.errors import TargetError, TuningTableError, UnsupportedProblemError
+from llbf16_aot.dispatch import (
+    PACKAGED_TABLES,
+    LibraryTile,
+    Rule,
+    Table,
+    dispatch,
+    load_table,
+    warmup_keys,
+)
+from llbf16_aot.errors import (
+    LibraryChosenError,
+    TargetError,
+    TuningTableError,
+    UnsupportedProblemError,
+)
 from llbf16_aot.key import CompileKey
 from llbf16_aot.problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, DType, Problem, Target
 
@@ -171,7 +184,12 @@ def test_every_valid_problem_has_a_key_that_can_be_compiled(
 ) -> None:
     """Catches a hole in a packaged table, and a rule that chooses what its kernel cannot do."""
     parsed = Target.parse(target)
-    key = dispatch(problem, parsed, load_table(tuning, parsed))
+    try:
+        key = dispatch(problem, parsed, load_table(tuning, parsed))
+    except LibraryChosenError:
+        # A measured choice; the published rule knows no such case.
+        assert tuning != "reference"
+        return
     key.check()
     assert (key.target, key.out_dtype, key.pdl) == (target, problem.out_dtype, problem.pdl)
 
@@ -197,7 +215,7 @@ def test_dispatch_refuses_what_check_refuses_and_nothing_else(problem: Problem) 
             return error.message
         return None
 
-    table = load_table("default", SM_90A)
+    table = load_table("reference", SM_90A)
     assert refusal(lambda: dispatch(problem, SM_90A, table)) == refusal(problem.check)
 
 
@@ -215,6 +233,18 @@ def test_a_rule_that_chooses_what_cannot_work_is_named_with_its_table() -> None:
     table = Table(schema=1, name="mine", source="", rules=(Rule(use=tile),))
     with pytest.raises(UnsupportedProblemError, match=r"mine.*K=8192.*weight loads"):
         dispatch(Problem(1, 256, 8192), SM_90A, table)
+
+
+def test_a_table_may_leave_a_problem_to_the_library() -> None:
+    """Catches a choice of the library that is taken for a kernel, or that hides a bad problem."""
+    rules = (Rule(use=LibraryTile(), tokens=(9, 64)), Rule(use=SplitkTile()))
+    table = Table(schema=1, name="mine", source="", rules=rules)
+    with pytest.raises(LibraryChosenError, match="mine"):
+        dispatch(Problem(9, 256, 7168), SM_90A, table)
+    assert dispatch(Problem(8, 256, 7168), SM_90A, table).backend == "splitk"
+    with pytest.raises(UnsupportedProblemError, match="hidden is 7164") as caught:
+        dispatch(Problem(9, 256, 7164), SM_90A, table)
+    assert not isinstance(caught.value, LibraryChosenError)
 
 
 def test_the_first_rule_that_admits_a_problem_decides() -> None:
@@ -264,8 +294,10 @@ def test_warmup_keys_are_distinct_and_in_the_order_of_first_use() -> None:
 def test_warmup_keys_are_the_keys_that_dispatch_gives() -> None:
     """Catches a warm-up whose filter drifted from the one that serving asks with."""
     shapes, tokens = [(2880, 32), (7168, 384)], (1, 8, 33)
-    keys = warmup_keys(shapes, tokens, target=SM_90A, out_dtype=DType.BF16, pdl=False)
-    table = load_table("default", SM_90A)
+    keys = warmup_keys(
+        shapes, tokens, target=SM_90A, tuning="reference", out_dtype=DType.BF16, pdl=False
+    )
+    table = load_table("reference", SM_90A)
     assert set(keys) == {
         dispatch(Problem(m, n, k, DType.BF16, pdl=False), SM_90A, table)
         for k, n in shapes
@@ -278,6 +310,7 @@ def test_warmup_keys_are_the_keys_that_dispatch_gives() -> None:
 DIGESTS = """
 import sys
 from llbf16_aot.dispatch import dispatch, load_table
+from llbf16_aot.errors import LibraryChosenError
 from llbf16_aot.problem import Problem, Target, DType
 for name in ("default", "reference"):
     for text in ("sm_90a", "sm_103a", "sm_120a"):
@@ -286,8 +319,11 @@ for name in ("default", "reference"):
         for hidden, experts in ((7168, 256), (4096, 256), (2880, 32), (1024, 8)):
             for tokens in (1, 4, 5, 16, 64):
                 for out in DType:
-                    key = dispatch(Problem(tokens, experts, hidden, out), target, table)
-                    print(key.digest())
+                    problem = Problem(tokens, experts, hidden, out)
+                    try:
+                        print(dispatch(problem, target, table).digest())
+                    except LibraryChosenError as error:
+                        print(error.message)
 """
 
 

@@ -168,7 +168,7 @@ def test_every_flipped_byte_is_read_or_refused(name: str, mask: int) -> None:
 
 def test_random_damage_is_read_or_refused() -> None:
     """Bug: an exception that callers do not expect, for damage in several places at once."""
-    dice = random.Random(20)  # noqa: S311
+    dice = random.Random(20)
     sound = [fixture_cubin(name) for name in DIALECTS]
     for _ in range(3000):
         bad = bytearray(dice.choice(sound))

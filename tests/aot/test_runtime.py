@@ -54,6 +54,12 @@ def artifact(
     return artifact_for(dispatch(problem, where, load_table("default", where)))
 
 
+def counted(
+    *, hits: int, loads: int, misses: dict[str, int], fallbacks: int, library: int = 0
+) -> Stats:
+    return Stats(hits=hits, loads=loads, misses=misses, fallbacks=fallbacks, library=library)
+
+
 class Bench:
     """A runtime, and the store, driver and devices that it is given."""
 
@@ -110,7 +116,7 @@ def test_a_stored_kernel_gives_the_product_in_each_output_type(
     fresh = bench.runtime.run(x, weight, out_dtype=out_dtype)
     assert (fresh.dtype, fresh.shape) == (out_dtype, (tokens, experts))
     assert torch.equal(fresh, out)
-    assert bench.runtime.stats() == Stats(hits=2, loads=1, misses={}, fallbacks=0)
+    assert bench.runtime.stats() == counted(hits=2, loads=1, misses={}, fallbacks=0)
 
 
 @given(
@@ -166,7 +172,7 @@ def test_one_artifact_serves_many_shapes_from_one_load() -> None:
     for tokens, experts, hidden in ((5, 8, 2048), (9, 12, 2048), (33, 8, 2304)):
         x, weight = operands(tokens, experts, hidden)
         assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
-    assert bench.runtime.stats() == Stats(hits=3, loads=1, misses={}, fallbacks=0)
+    assert bench.runtime.stats() == counted(hits=3, loads=1, misses={}, fallbacks=0)
     assert len(bench.store.asked) == 1
     assert bench.driver.ready == [(0, 4 * 32 * 528)]
 
@@ -188,7 +194,7 @@ def test_an_empty_extent_gives_its_result_without_a_launch(
     fresh = bench.runtime.run(x, weight, out_dtype=torch.bfloat16)
     assert (fresh.dtype, fresh.shape) == (torch.bfloat16, out.shape)
     assert torch.equal(fresh, torch.zeros_like(fresh))
-    assert bench.runtime.stats() == Stats(hits=0, loads=0, misses={}, fallbacks=0)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={}, fallbacks=0)
 
 
 # ---- malformed calls
@@ -223,7 +229,7 @@ def test_malformed_calls_raise_before_anything_is_looked_up() -> None:
     with pytest.raises(TypeError, match="weight requires grad"):
         run(x, torch.nn.Parameter(weight))
     assert bench.store.asked == []
-    assert bench.runtime.stats() == Stats(hits=0, loads=0, misses={}, fallbacks=0)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={}, fallbacks=0)
 
 
 def test_cpu_tensors_are_refused_by_the_real_devices() -> None:
@@ -260,7 +266,7 @@ def test_a_miss_is_computed_by_torch_counted_and_logged_once(
         fresh = bench.runtime.run(x, weight, out_dtype=out_dtype)
         assert (fresh.dtype, fresh.shape) == (out_dtype, (3, 8))
         assert torch.equal(fresh, out)
-    assert bench.runtime.stats() == Stats(hits=0, loads=0, misses={"absent": 1}, fallbacks=6)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={"absent": 1}, fallbacks=6)
     assert len(bench.store.asked) == 1
     (line,) = warnings_of()
     digest = bench.store.asked[0]
@@ -280,7 +286,7 @@ def test_one_missing_artifact_is_reported_once_for_all_its_shapes(
     for tokens in (5, 9, 33):
         x, weight = operands(tokens, 8, 2304)
         assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
-    assert bench.runtime.stats() == Stats(hits=0, loads=0, misses={"absent": 1}, fallbacks=3)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={"absent": 1}, fallbacks=3)
     assert len(warnings_of()) == 1
 
 
@@ -307,7 +313,7 @@ def test_under_the_error_policy_every_missed_call_raises(
             bench.runtime.run(*operands(1, 8, 64))
         assert "llbf16-aot build MANIFEST" in raised.value.hint
         assert raised.value.exit_code == 3
-    assert bench.runtime.stats() == Stats(hits=0, loads=0, misses={"absent": 1}, fallbacks=0)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={"absent": 1}, fallbacks=0)
     assert warnings_of() == []
 
 
@@ -319,7 +325,7 @@ def test_more_tokens_than_kernels_take_fall_back_under_one_entry(
     for tokens in (65, 66, 300):
         x, weight = operands(tokens, 8, 64)
         assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
-    assert bench.runtime.stats() == Stats(hits=0, loads=0, misses={"unsupported": 1}, fallbacks=3)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={"unsupported": 1}, fallbacks=3)
     (line,) = warnings_of()
     assert "unsupported: tokens is 65, supported are 1 to 64" in line
     assert bench.store.asked == []
@@ -348,7 +354,7 @@ def test_parameters_that_the_driver_sees_otherwise_reject_the_artifact(
     bench.driver.params = ((0, 8), (8, 8), (16, 8), (24, 8))
     x, weight = operands(1, 8, 64)
     assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
-    assert bench.runtime.stats() == Stats(hits=0, loads=0, misses={"rejected": 1}, fallbacks=1)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={"rejected": 1}, fallbacks=1)
     assert (bench.driver.unloads, bench.driver.launches) == (1, [])
     assert "takes parameters (offset, size) ((0, 8), (8, 8), (16, 8), (24, 8))" in warnings_of()[0]
     assert warnings_of()[0].endswith("--store /the/store --force")
@@ -386,7 +392,7 @@ def test_a_driver_that_refuses_a_kernel_is_a_miss_and_leaves_nothing_loaded(
     bench.driver.failing = failing
     x, weight = operands(1, 8, 64)
     assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
-    assert bench.runtime.stats() == Stats(hits=0, loads=0, misses={"driver": 1}, fallbacks=1)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={"driver": 1}, fallbacks=1)
     assert bench.driver.unloads == unloads
     assert f"driver: {min(failing)} failed" in warnings_of()[0]
 
@@ -405,7 +411,7 @@ def test_a_refused_launch_raises_and_is_no_hit() -> None:
     bench.driver.failing = {"launch"}
     with pytest.raises(DriverError, match="launch failed"):
         bench.runtime.run(*operands(1, 8, 64))
-    assert bench.runtime.stats() == Stats(hits=0, loads=1, misses={}, fallbacks=0)
+    assert bench.runtime.stats() == counted(hits=0, loads=1, misses={}, fallbacks=0)
     bench.driver.failing = set()
     bench.runtime.run(*operands(1, 8, 64))
     assert bench.runtime.stats().hits == 1
@@ -422,7 +428,7 @@ def test_trouble_with_trust_is_raised_under_every_policy() -> None:
     for _ in range(2):
         with pytest.raises(UntrustedStoreError):
             runtime.run(*operands(1, 8, 64))
-    assert runtime.stats() == Stats(hits=0, loads=0, misses={}, fallbacks=0)
+    assert runtime.stats() == counted(hits=0, loads=0, misses={}, fallbacks=0)
 
 
 def test_a_tuning_table_that_cannot_be_read_is_raised(tmp_path: Path) -> None:
@@ -432,6 +438,33 @@ def test_a_tuning_table_that_cannot_be_read_is_raised(tmp_path: Path) -> None:
     )
     with pytest.raises(TuningTableError):
         runtime.run(*operands(1, 8, 64))
+
+
+@pytest.mark.parametrize("on_miss", ["torch", "error"])
+def test_where_the_table_prefers_the_library_torch_computes_without_a_miss(
+    on_miss: OnMiss, tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    """A choice reported as a miss sends people to build a kernel that would be slower."""
+    table = tmp_path / "table.json"
+    table.write_text(
+        '{"schema": 1, "name": "t", "source": "test", "rules": ['
+        '{"tokens": [9, 64], "use": {"backend": "library"}},'
+        '{"use": {"backend": "dotprod", "block": 128, "experts_per_block": 1}}]}',
+        encoding="utf-8",
+    )
+    kernel = artifact(4, 8, 64)
+    runtime = Runtime(
+        MemoryStore([kernel]),
+        tuning=str(table),
+        on_miss=on_miss,
+        driver=FakeDriver([kernel]),
+        devices=FakeDevices(),
+    )
+    for tokens in (9, 33, 9, 4):
+        x, weight = operands(tokens, 8, 64)
+        assert error_of(runtime.run(x, weight), x, weight) <= 2e-6
+    assert runtime.stats() == counted(hits=1, loads=1, misses={}, fallbacks=0, library=3)
+    assert warnings_of() == []
 
 
 def test_a_log_handler_may_ask_for_the_figures() -> None:
@@ -456,7 +489,7 @@ def test_a_log_handler_may_ask_for_the_figures() -> None:
         thread.join(30)
     finally:
         log.removeHandler(handler)
-    assert seen == [Stats(hits=0, loads=0, misses={"absent": 1}, fallbacks=0)]
+    assert seen == [counted(hits=0, loads=0, misses={"absent": 1}, fallbacks=0)]
 
 
 # ---- the store on disk
@@ -489,7 +522,7 @@ def test_a_published_artifact_is_loaded_and_nothing_is_written(
     runtime = on_disk(store, kernel)
     x, weight = operands(3, 264, 2304)
     assert error_of(runtime.run(x, weight), x, weight) <= 2e-6
-    assert runtime.stats() == Stats(hits=1, loads=1, misses={}, fallbacks=0)
+    assert runtime.stats() == counted(hits=1, loads=1, misses={}, fallbacks=0)
     assert contents(store.root) == before
 
 
@@ -507,13 +540,13 @@ def test_a_damaged_artifact_is_a_miss_with_its_reason_until_it_is_published_agai
     x, weight = operands(3, 264, 2304)
     for _ in range(2):
         assert error_of(runtime.run(x, weight), x, weight) <= 2e-6
-    assert runtime.stats() == Stats(hits=0, loads=0, misses={"damaged": 1}, fallbacks=2)
+    assert runtime.stats() == counted(hits=0, loads=0, misses={"damaged": 1}, fallbacks=2)
     (line,) = warnings_of()
     assert str(store.root) in line
     store.publish(kernel)
     healed = on_disk(store, kernel)
     assert error_of(healed.run(x, weight), x, weight) <= 2e-6
-    assert healed.stats() == Stats(hits=1, loads=1, misses={}, fallbacks=0)
+    assert healed.stats() == counted(hits=1, loads=1, misses={}, fallbacks=0)
 
 
 # ---- capture, devices, threads
@@ -536,7 +569,7 @@ def test_a_cold_call_during_capture_is_refused_and_a_warm_one_is_not() -> None:
     bench.devices.captured = True
     assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
     assert error_of(bench.runtime.run(*missed), *missed) <= 2e-6
-    assert bench.runtime.stats() == Stats(hits=2, loads=1, misses={"absent": 1}, fallbacks=2)
+    assert bench.runtime.stats() == counted(hits=2, loads=1, misses={"absent": 1}, fallbacks=2)
 
 
 def test_the_tensors_device_is_made_current_for_the_call_and_only_for_it() -> None:
@@ -608,7 +641,7 @@ def test_sixteen_threads_on_one_cold_key_load_it_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert bench.runtime.stats() == Stats(hits=16, loads=1, misses={}, fallbacks=0)
+    assert bench.runtime.stats() == counted(hits=16, loads=1, misses={}, fallbacks=0)
     assert len(bench.store.asked) == 1
     assert all(torch.equal(result, results[0]) for result in results)
     assert error_of(results[0], x, weight) <= 2e-6
@@ -630,7 +663,7 @@ def test_counters_are_exact_when_threads_count_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert bench.runtime.stats() == Stats(hits=200, loads=1, misses={"absent": 1}, fallbacks=200)
+    assert bench.runtime.stats() == counted(hits=200, loads=1, misses={"absent": 1}, fallbacks=200)
 
 
 # ---- the fallback

@@ -610,9 +610,7 @@ def test_a_root_that_is_a_file_is_a_store_error(tmp_path: Path, artifact: Artifa
         path.unlink()
 
 
-def test_details_are_one_line_that_names_the_digest_that_was_found(
-    store: Store, artifact: Artifact
-) -> None:
+def test_details_are_one_line_that_names_what_was_found(store: Store, artifact: Artifact) -> None:
     """Bug: the message does not say which file is wrong and how."""
     store.publish(artifact)
     path = cubin_path(store, artifact)
@@ -620,3 +618,6 @@ def test_details_are_one_line_that_names_the_digest_that_was_found(
     overwrite(path, bad)
     detail = miss(store.get(artifact.digest)).detail
     assert re.fullmatch(rf"{re.escape(str(path))} has the digest {Blob.of(bad).digest}", detail)
+    overwrite(path, bad[1:])
+    detail = miss(store.get(artifact.digest)).detail
+    assert detail == f"{path} has {len(bad) - 1} bytes, must have {len(bad)}"

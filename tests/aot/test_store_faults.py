@@ -381,6 +381,22 @@ def test_a_blob_that_is_kept_is_synced_too(
     assert Event("sync", os.path.dirname(path)) in events
 
 
+def test_directories_that_another_publisher_just_made_are_synced(
+    store: Store, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the other one was not yet done syncing, and its directory takes our entry along."""
+    store.publish(artifact)
+    events: list[Event] = []
+    recorded(monkeypatch, events)
+    other = make_artifact(tokens=2)
+    store.publish(other)
+    ref = next(n for n, event in enumerate(events) if event.path.endswith(other.digest))
+    synced = {event.path for event in events[:ref] if event.kind == "sync"}
+    version = store.root / "v1"
+    places = (version / "refs", version / "blobs" / "sha256", version / "blobs", version)
+    assert synced >= {str(path) for path in (*places, store.root, store.root.parent)}
+
+
 @pytest.mark.parametrize("skipped", ["files", "directories"])
 def test_the_recorder_finds_missing_syncs(
     store: Store, artifact: Artifact, monkeypatch: pytest.MonkeyPatch, skipped: str
@@ -873,13 +889,14 @@ def test_trouble_with_cleaning_up_is_no_trouble(
     store.publish(artifact)
     plant_temporary(store, "0" * 32)
 
-    def unlink(*_: object, **__: object) -> None:
+    def busy(*_: object, **__: object) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
-    monkeypatch.setattr(os, "unlink", unlink)
-    other = make_artifact(tokens=2)
-    store.publish(other)
-    assert store.get(other.digest) == other
+    for name in ("unlink", "listdir"):
+        monkeypatch.setattr(os, name, busy)
+        other = make_artifact(tokens=len(name))
+        store.publish(other)
+        assert store.get(other.digest) == other
 
 
 def test_a_failed_clean_up_does_not_hide_the_cause(

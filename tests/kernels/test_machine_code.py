@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from llbf16_aot.backends import BACKENDS, Config, DotprodConfig, OneshotConfig, SplitkConfig
-from llbf16_aot.child import Compiled
 from llbf16_aot.elf import check_cubin
 from llbf16_aot.launch import Attribute, LaunchRecord
 from llbf16_aot.pool import CompilerPool
 from llbf16_aot.problem import DType, Target
+from llbf16_aot.protocol import Compiled
 from llbf16_aot.toolchain import COMPILER, toolchain
 from machine_code import cluster_barriers, sass_of
 from support import key_for

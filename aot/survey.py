@@ -1,0 +1,171 @@
+"""The survey: what a tuning run measured, cell by cell, and which tile it chose there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from .backends import Tile, backend_name
+from .dispatch import LibraryTile, Origin
+from .errors import UsageError
+
+__all__ = [
+    "LIBRARY_TEXT",
+    "SURVEY_SCHEMA",
+    "Survey",
+    "SurveyCell",
+    "SurveyHeader",
+    "SurveyTiming",
+    "SurveyTrial",
+    "cell_key",
+    "choose",
+    "read_survey",
+    "tile_text",
+    "write_survey",
+]
+
+SURVEY_SCHEMA = 1
+
+LIBRARY_TEXT = "library"
+
+TIE = 1.01
+"""Tiles within this factor of the fastest count as equal: closer than two runs of one tile lie."""
+
+
+class SurveyTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Microseconds a call and their spread."""
+
+    us: float
+    spread_us: float
+
+
+class SurveyTrial(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """One tile in one cell: the first look, the full measurement if it got one, or why none."""
+
+    use: Tile
+    quick_us: float | None = None
+    full: SurveyTiming | None = None
+    rejected: str = ""
+
+
+class SurveyCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One (K, N, M): every tile that was tried, the library, the empty kernel, and the choice."""
+
+    hidden: int
+    experts: int
+    tokens: int
+    use: Tile | LibraryTile
+    library: dict[str, SurveyTiming]
+    empty: SurveyTiming
+    trials: tuple[SurveyTrial, ...]
+
+    @property
+    def cublas(self) -> SurveyTiming:
+        """The faster one of the library's products."""
+        return min(self.library.values(), key=lambda timing: timing.us)
+
+    @property
+    def best(self) -> SurveyTrial | None:
+        """The fastest right tile, or None where there is no right one."""
+        right = [t for t in self.trials if t.full is not None and not t.rejected]
+        return min(right, key=_full_us, default=None)
+
+    @property
+    def chosen(self) -> SurveyTiming:
+        """What the choice costs."""
+        for trial in self.trials:
+            if trial.use == self.use and trial.full is not None:
+                return trial.full
+        return self.cublas
+
+
+class SurveyHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the figures come from, and the digests of the kernel sources that they speak of."""
+
+    target: str
+    origin: Origin
+    kernel_sources: dict[str, str]
+    copy_bytes_per_s: float
+
+
+class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All cells of a tuning run."""
+
+    schema: int
+    header: SurveyHeader
+    cells: tuple[SurveyCell, ...]
+
+
+def cell_key(cell: SurveyCell) -> tuple[int, int, int]:
+    """K, N and M: the order of cells."""
+    return cell.hidden, cell.experts, cell.tokens
+
+
+def choose(
+    trials: Iterable[SurveyTrial],
+    library: Mapping[str, SurveyTiming],
+    preferred: Tile | LibraryTile | None = None,
+) -> Tile | LibraryTile:
+    """The fastest right tile, or the library where that is faster.
+
+    Of tiles that cannot be told apart (within TIE of the fastest) `preferred` wins, which is what
+    the cell with one token less took: fewer artifacts then serve more cells. Never a tile that is
+    slower than the library.
+    """
+    limit = min(timing.us for timing in library.values())
+    right = [
+        trial
+        for trial in trials
+        if trial.full is not None and not trial.rejected and trial.full.us < limit
+    ]
+    if not right:
+        return LibraryTile()
+    best = min(right, key=_full_us)
+    for trial in right:
+        if trial.use == preferred and _full_us(trial) <= TIE * _full_us(best):
+            return trial.use
+    return best.use
+
+
+def tile_text(tile: Tile | LibraryTile) -> str:
+    """A choice as people read it: `oneshot(16,8,7,4)`, `library`."""
+    if isinstance(tile, LibraryTile):
+        return LIBRARY_TEXT
+    values = ",".join(str(getattr(tile, name)) for name in tile.__struct_fields__)
+    return f"{backend_name(tile)}({values})"
+
+
+def read_survey(path: Path) -> Survey:
+    """The survey of a file; raises UsageError naming file and field."""
+    try:
+        survey = msgspec.json.decode(path.read_bytes(), type=Survey)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the report: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path}: {error}", hint="name another file, or leave out --resume to start anew"
+        ) from error
+    if survey.schema != SURVEY_SCHEMA:
+        raise UsageError(f"{path}: schema is {survey.schema}, this version reads {SURVEY_SCHEMA}")
+    return survey
+
+
+def write_survey(survey: Survey, path: Path) -> None:
+    """Write a survey, one cell a line, whole or not at all."""
+    head = msgspec.json.encode(survey.header).decode()
+    cells = ",\n".join(
+        msgspec.json.encode(cell).decode() for cell in sorted(survey.cells, key=cell_key)
+    )
+    text = f'{{"schema":{survey.schema},\n"header":{head},\n"cells":[\n{cells}\n]}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _full_us(trial: SurveyTrial) -> float:
+    return float("inf") if trial.full is None else trial.full.us

@@ -1,0 +1,210 @@
+"""The table writer: from the cells of a survey to a tuning table, and to the text of its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import msgspec
+
+from .backends import BACKENDS, DotprodTile, OneshotTile, SplitkTile, Tile, backend_name
+from .dispatch import TABLE_SCHEMA, Figures, LibraryTile, Origin, Rule, Table
+from .errors import ConfigError, UsageError
+from .problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, Problem
+from .search import search_space, tokens_span
+from .survey import SurveyCell, cell_key, tile_text
+
+__all__ = ["format_table", "general_rules", "measured_rules", "write_table"]
+
+Choice = Tile | LibraryTile
+
+HIDDEN_BANDS = (512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
+"""Upper ends of the spans of K that share a general rule; a tile of the upper end fits them all."""
+
+EXPERTS_BANDS = (64, 192, 448, 1024, 2048)
+"""Upper ends of the spans of N; beyond the last nothing was measured, and the library is chosen."""
+
+TOKENS_BANDS = ((1, 4), (5, 8), (9, 16), (17, 32), (33, MAX_TOKENS))
+
+BEYOND = SplitkTile(6, 4)
+"""For K beyond the bands: the one family that takes any K at run time, in the published setting."""
+
+
+class _Span(NamedTuple):
+    tokens: tuple[int, int]
+    use: Choice
+
+
+def write_table(cells: Iterable[SurveyCell], origin: Origin, *, name: str, target: str) -> Table:
+    """The tuning table of measured cells: one rule for each that was measured, then general ones.
+
+    Every measured cell dispatches to what was chosen for it. Raises UsageError without cells.
+    """
+    ordered = sorted(cells, key=cell_key)
+    if not ordered:
+        raise UsageError(
+            "no cell was measured, so there is no table to write",
+            hint="build the candidates first: llbf16-aot build MANIFEST --candidates",
+        )
+    shapes = len({(cell.hidden, cell.experts) for cell in ordered})
+    library = sum(isinstance(cell.use, LibraryTile) for cell in ordered)
+    return Table(
+        schema=TABLE_SCHEMA,
+        name=name,
+        source=(
+            f"measured for {target} in {len(ordered)} cells of {shapes} shapes, of which the "
+            f"library is faster in {library}; other shapes follow the nearest measured one, the "
+            f"library takes more than {EXPERTS_BANDS[-1]} experts, which nobody measured"
+        ),
+        rules=(*measured_rules(ordered), *general_rules(ordered)),
+        measured=origin,
+    )
+
+
+def measured_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
+    """One rule for each run of neighbouring tokens with one choice, shape by shape."""
+    rules = []
+    for shape, members in groupby(
+        sorted(cells, key=cell_key), key=lambda cell: (cell.hidden, cell.experts)
+    ):
+        runs: list[list[SurveyCell]] = []
+        for cell in members:
+            last = runs[-1][-1] if runs else None
+            if (
+                last is not None
+                and last.use == cell.use
+                and tokens_span(last.tokens)[1] + 1 == tokens_span(cell.tokens)[0]
+            ):
+                runs[-1].append(cell)
+            else:
+                runs.append([cell])
+        for run in runs:
+            rules.append(
+                Rule(
+                    use=run[0].use,
+                    tokens=(tokens_span(run[0].tokens)[0], tokens_span(run[-1].tokens)[1]),
+                    experts=(shape[1], shape[1]),
+                    hidden=(shape[0], shape[0]),
+                    measured=Figures(
+                        us=_ends(cell.chosen.us for cell in run),
+                        cublas_us=_ends(cell.cublas.us for cell in run),
+                        spread_us=round(max(cell.chosen.spread_us for cell in run), 3),
+                    ),
+                )
+            )
+    return tuple(rules)
+
+
+def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
+    """Rules for what was not measured: by K, N and M as the nearest measured shape, else by size.
+
+    Every supported problem finds one, and no tile fails its family's `check`.
+    """
+    rules = [
+        Rule(use=LibraryTile(), experts=(EXPERTS_BANDS[-1] + 1, MAX_EXPERTS)),
+        Rule(use=BEYOND, hidden=(HIDDEN_BANDS[-1] + 1, MAX_HIDDEN)),
+    ]
+    first_hidden = 1
+    for hidden in HIDDEN_BANDS:
+        first_experts = 1
+        bands: list[tuple[tuple[int, int], tuple[_Span, ...]]] = []
+        for experts in EXPERTS_BANDS:
+            spans = _spans(cells, hidden, (first_experts, experts))
+            if bands and bands[-1][1] == spans:
+                bands[-1] = ((bands[-1][0][0], experts), spans)
+            else:
+                bands.append(((first_experts, experts), spans))
+            first_experts = experts + 1
+        rules += [
+            Rule(use=span.use, tokens=span.tokens, experts=band, hidden=(first_hidden, hidden))
+            for band, spans in bands
+            for span in spans
+        ]
+        first_hidden = hidden + 1
+    return (*rules, Rule(use=BEYOND))
+
+
+def format_table(table: Table) -> str:
+    """The text of a table's file: one rule a line, ranges first. `load_table` reads it back."""
+    head: dict[str, object] = {
+        "schema": table.schema,
+        "name": table.name,
+        "source": table.source,
+    }
+    if table.measured is not None:
+        head["measured"] = msgspec.to_builtins(table.measured)
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    rules = ",\n".join(f"    {_rule_text(rule)}" for rule in table.rules)
+    return "\n".join(["{", *lines, '  "rules": [', rules, "  ]", "}"]) + "\n"
+
+
+def _rule_text(rule: Rule) -> str:
+    data = msgspec.to_builtins(rule)
+    order = ("tokens", "experts", "hidden", "use", "measured")
+    return json.dumps({name: data[name] for name in order if name in data})
+
+
+def _ends(values: Iterable[float]) -> tuple[float, float]:
+    found = [round(value, 3) for value in values]
+    return min(found), max(found)
+
+
+def _spans(cells: Sequence[SurveyCell], hidden: int, experts: tuple[int, int]) -> tuple[_Span, ...]:
+    """What to use for each span of tokens, neighbours with one choice merged."""
+    spans: list[_Span] = []
+    for tokens in TOKENS_BANDS:
+        use = _fitted(_nearest(cells, hidden, experts, tokens), hidden, tokens[1])
+        if spans and spans[-1].use == use:
+            spans[-1] = _Span((spans[-1].tokens[0], tokens[1]), use)
+        else:
+            spans.append(_Span(tokens, use))
+    return tuple(spans)
+
+
+def _nearest(
+    cells: Sequence[SurveyCell], hidden: int, experts: tuple[int, int], tokens: tuple[int, int]
+) -> Choice:
+    """What the nearest measured shape uses most often within a span of tokens."""
+    within = [cell for cell in cells if tokens[0] <= cell.tokens <= tokens[1]] or list(cells)
+    middle = math.sqrt(experts[0] * experts[1])
+
+    def distance(cell: SurveyCell) -> tuple[float, int, int]:
+        # K decides which tiles fit at all; N only how many thread blocks there are.
+        apart = abs(math.log2(cell.hidden / hidden)) + abs(math.log2(cell.experts / middle)) / 2
+        return apart, cell.hidden, cell.experts
+
+    shape = distance(min(within, key=distance))
+    uses = [cell.use for cell in within if distance(cell) == shape]
+    return max(uses, key=lambda use: (uses.count(use), tile_text(use)))
+
+
+def _fitted(use: Choice, hidden: int, tokens: int) -> Choice:
+    """A tile like this one whose registers hold this K, which is the largest that it will see."""
+    if isinstance(use, OneshotTile):
+        like = [tile for tile in search_space(hidden, tokens) if isinstance(tile, OneshotTile)]
+        if not like:
+            return BEYOND
+        return min(like, key=lambda tile: _unlike(tile, use))
+    if isinstance(use, DotprodTile):
+        problem = Problem(tokens, 1, hidden)
+        backend = BACKENDS[backend_name(use)]
+        try:
+            backend.check(backend.config_for(use, problem))
+        except ConfigError:
+            return BEYOND
+    return use
+
+
+def _unlike(tile: OneshotTile, other: OneshotTile) -> tuple[float, ...]:
+    """How far two tiles are apart: in how they part the work first, in how a block does it last."""
+    return (
+        abs(math.log2(tile.experts_tile / other.experts_tile)),
+        abs(math.log2(tile.split_k / other.split_k)),
+        abs(math.log2(tile.vectors / other.vectors)),
+        tile.warps,
+        tile.split_k,
+        tile.vectors,
+    )

@@ -1,0 +1,180 @@
+"""Tuning: measure every candidate that the store has, in two passes, and choose for each cell.
+
+Decides only; the clock and the GPU are behind a `Lab`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+
+from .backends import BACKENDS, Tile
+from .dispatch import LibraryTile, Origin
+from .errors import DriverError, NotFoundError
+from .key import kernel_source_digest
+from .problem import Problem
+from .search import REPRESENTATIVE_TOKENS, key_for, search_space
+from .survey import SurveyCell, SurveyHeader, SurveyTiming, SurveyTrial, choose
+from .timing import PROTOCOL, QUICK_REPLAYS, REPLAYS, ROUNDS, Bench, Call, Lab, Sample, Way, middle
+
+__all__ = ["FINALISTS", "header_of", "measured_tokens", "tune", "tune_cell"]
+
+FINALISTS = 5
+"""Candidates of a cell that are measured in full: the quick pass errs by less than their spread."""
+
+Cells = Mapping[tuple[int, int, int], SurveyCell]
+
+
+def measured_tokens(tokens: Iterable[int]) -> tuple[int, ...]:
+    """The M to measure so that each of these has a figure: up to 16 itself, above the span's M."""
+    wanted = set(tokens)
+    small = {count for count in wanted if count <= 16}
+    large = {
+        count
+        for count, (first, last) in REPRESENTATIVE_TOKENS.items()
+        if wanted & set(range(first, last + 1))
+    }
+    return tuple(sorted(small | large))
+
+
+def header_of(lab: Lab) -> SurveyHeader:
+    """Machine, software, day and protocol of what is about to be measured."""
+    machine = lab.machine()
+    return SurveyHeader(
+        target=str(lab.target),
+        origin=Origin(
+            device=machine.device,
+            driver=machine.driver,
+            date=datetime.now(timezone.utc).date().isoformat(),
+            versions=machine.versions,
+            protocol=PROTOCOL,
+        ),
+        kernel_sources={name: kernel_source_digest(name) for name in BACKENDS},
+        copy_bytes_per_s=lab.copy_bytes_per_s(),
+    )
+
+
+def tune(
+    wanted: Iterable[tuple[int, int, int]],
+    *,
+    lab: Callable[[], Lab],
+    known: Cells | None = None,
+    on_cell: Callable[[SurveyCell], None] | None = None,
+) -> Iterator[SurveyCell]:
+    """Measure the wanted (K, N, M), shape by shape; those that are known already are taken over.
+
+    `lab` is asked only if something must be measured. Raises NotFoundError where the store has no
+    candidate for a cell.
+    """
+    found = dict(known or {})
+    for hidden, experts, tokens in sorted(set(wanted)):
+        cell = found.get((hidden, experts, tokens))
+        if cell is None:
+            before = found.get((hidden, experts, tokens - 1))
+            preferred = None if before is None else before.use
+            cell = tune_cell(lab(), hidden, experts, tokens, preferred=preferred)
+            found[hidden, experts, tokens] = cell
+            if on_cell is not None:
+                on_cell(cell)
+        yield cell
+
+
+def tune_cell(
+    lab: Lab,
+    hidden: int,
+    experts: int,
+    tokens: int,
+    *,
+    preferred: Tile | LibraryTile | None = None,
+) -> SurveyCell:
+    """Measure one cell: all candidates quickly, then the fastest right ones and the library."""
+    bench = lab.bench(hidden, experts, tokens)
+    trials, calls = _quick(lab, bench, Problem(tokens, experts, hidden))
+    if not calls:
+        raise NotFoundError(
+            f"the store has no candidate for hidden {hidden}, {tokens} tokens on {lab.target}: "
+            f"{next(iter(trials.values())).rejected}",
+            hint=f"run: llbf16-aot build MANIFEST --candidates --target {lab.target}",
+        )
+    finalists = _finalists(bench, trials, calls, preferred)
+    library = bench.library()
+    full, rest = _full(bench, {tile: calls[tile] for tile in finalists}, library)
+    for tile, sample in full.items():
+        trials[tile] = SurveyTrial(use=tile, quick_us=trials[tile].quick_us, full=_timing(sample))
+    timings = {name: _timing(rest[name]) for name in library}
+    return SurveyCell(
+        hidden=hidden,
+        experts=experts,
+        tokens=tokens,
+        use=choose(trials.values(), timings, preferred),
+        library=timings,
+        empty=_timing(rest[EMPTY]),
+        trials=tuple(trials.values()),
+    )
+
+
+EMPTY = "empty"
+
+
+def _quick(
+    lab: Lab, bench: Bench, problem: Problem
+) -> tuple[dict[Tile, SurveyTrial], dict[Tile, Call]]:
+    """A first look at every candidate; what the store lacks or the driver refuses has no call."""
+    trials: dict[Tile, SurveyTrial] = {}
+    calls: dict[Tile, Call] = {}
+    bench.settle(REPLAYS)
+    for tile in search_space(problem.hidden, problem.tokens):
+        call = bench.kernel(key_for(tile, problem, lab.target))
+        if isinstance(call, str):
+            trials[tile] = SurveyTrial(use=tile, rejected=call)
+            continue
+        try:
+            us = bench.time(call, Way.AFTER_PRODUCER, QUICK_REPLAYS).us
+        except DriverError as error:
+            trials[tile] = SurveyTrial(use=tile, rejected=error.message)
+            continue
+        trials[tile] = SurveyTrial(use=tile, quick_us=round(us, 4))
+        calls[tile] = call
+    return trials, calls
+
+
+def _finalists(
+    bench: Bench,
+    trials: dict[Tile, SurveyTrial],
+    calls: Mapping[Tile, Call],
+    preferred: Tile | LibraryTile | None,
+) -> list[Tile]:
+    """The fastest candidates that compute the right thing, and the neighbouring cell's choice."""
+    found: list[Tile] = []
+    for tile in sorted(calls, key=lambda tile: trials[tile].quick_us or 0.0):
+        if len(found) >= FINALISTS and tile != preferred:
+            continue
+        fault = bench.fault(calls[tile])
+        if fault:
+            trials[tile] = SurveyTrial(use=tile, quick_us=trials[tile].quick_us, rejected=fault)
+        else:
+            found.append(tile)
+    return found
+
+
+def _full(
+    bench: Bench, finalists: Mapping[Tile, Call], library: Mapping[str, Call]
+) -> tuple[dict[Tile, Sample], dict[str, Sample]]:
+    """Full measurements in rounds, so that a disturbance meets all that are compared alike."""
+    others = {**library, EMPTY: bench.empty()}
+    tiles: dict[Tile, list[Sample]] = {tile: [] for tile in finalists}
+    rest: dict[str, list[Sample]] = {name: [] for name in others}
+    for _ in range(ROUNDS):
+        bench.settle(REPLAYS)
+        for tile, call in finalists.items():
+            tiles[tile].append(bench.time(call, Way.AFTER_PRODUCER, REPLAYS))
+        for name, call in others.items():
+            rest[name].append(bench.time(call, Way.AFTER_PRODUCER, REPLAYS))
+    return (
+        {tile: middle(samples) for tile, samples in tiles.items()},
+        {name: middle(samples) for name, samples in rest.items()},
+    )
+
+
+def _timing(sample: Sample) -> SurveyTiming:
+    return SurveyTiming(round(sample.us, 4), round(sample.spread_us, 4))

@@ -1,0 +1,251 @@
+"""The commands `build --candidates`, `tune` and `bench`: whole outputs, files and endings."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import fake_gpu
+import pytest
+from fake_gpu import artifact_for
+from fake_lab import SM_90A, PricedDriver, candidates, make_lab
+from llbf16_aot import builder, measure, survey, tune
+from llbf16_aot.artifact import Artifact
+from llbf16_aot.cli.tokens import parse_tokens
+from llbf16_aot.dispatch import load_table, warmup_keys
+from llbf16_aot.driver import LaunchConfig
+from llbf16_aot.errors import DriverError, UsageError
+from llbf16_aot.key import CompileKey
+from llbf16_aot.problem import Problem
+from test_cli import Ran, Run, golden, run, world
+
+__all__ = ["run", "world"]
+
+MANIFEST = """schema: 1
+name: tiny
+targets: [sm_90a]
+defaults: {tokens: "1-3", out_dtype: fp32, pdl: true, tuning: reference}
+routers:
+  - {model: one, hidden: 256, experts: 8}
+"""
+
+
+def price(compile_key: CompileKey, config: LaunchConfig) -> float:
+    """The more warps the dearer; splitk is dear; with three tokens all are dearer than torch."""
+    if config.grid[2] > 1 or compile_key.backend == "splitk":
+        return 3.0
+    if compile_key.backend == "oneshot":
+        return 1.0 + 0.1 * compile_key.config.warps
+    return 2.0 if compile_key.config.tokens < 3 else 5.0
+
+
+@pytest.fixture
+def lab(world: Path, monkeypatch: pytest.MonkeyPatch) -> PricedDriver:
+    """A GPU, a store with the candidates and with the reference table's kernels, a manifest."""
+    monkeypatch.setattr(measure, "RUNS", 2)
+    monkeypatch.setattr(measure, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(measure, "_driver_release", lambda: "580.0")
+    monkeypatch.setattr(measure, "_version", lambda name: "1.2.3")
+    # As `world` does where keys are made: digests that no source file changes.
+    for module in (fake_gpu, tune):
+        monkeypatch.setattr(module, "kernel_source_digest", lambda backend: "0" * 64)
+    (world / "measured.yaml").write_text(MANIFEST)
+    reference = warmup_keys([(256, 8)], (1, 2, 3), target=SM_90A, tuning="reference")
+    artifacts: list[Artifact] = candidates([(256, 8, m) for m in (1, 2, 3)])
+    held = {a.digest: a for a in (*artifacts, *map(artifact_for, reference))}
+    found, driver, _ = make_lab(monkeypatch, held.values(), price, library_us=_library)
+    monkeypatch.setattr(measure, "GpuLab", lambda store: found)
+    return driver
+
+
+def _library(x: object) -> float:
+    return 1.2 if x.shape[0] == 3 else 7.0  # type: ignore[attr-defined]
+
+
+def shown(ran: Ran, world: Path) -> str:
+    """The output without what differs from day to day and from torch to torch."""
+    text = ran.text(world)
+    text = re.sub(r'"torch": ?"[^"]*"', '"torch": "TORCH"', text)
+    return re.sub(r"20\d\d-\d\d-\d\d", "DATE", text)
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_help_of_the_measuring_commands_is_as_reviewed(run: Run, world: Path, command: str) -> None:
+    """Catches help that changes unnoticed."""
+    ran = run(command, "--help")
+    assert "\nExamples:\n  llbf16-aot " in ran.out
+    golden(f"help-{command}", ran.text(world))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("tune", ("tune", "measured.yaml", "--out", "table.json")),
+        ("tune-table", ("tune", "measured.yaml", "--tokens", "1", "-q")),
+        ("tune-json", ("tune", "measured.yaml", "--tokens", "1,3", "--json")),
+        ("bench", ("bench", "measured.yaml", "--cold", "--hot")),
+        ("bench-json", ("bench", "measured.yaml", "--tokens", "2", "--json", "--commit", "abc")),
+        ("error-tokens", ("bench", "measured.yaml", "--tokens", "1-99")),
+        ("error-resume", ("tune", "measured.yaml", "--resume")),
+        ("error-no-cells", ("tune", "measured.yaml", "--tokens", "9")),
+    ],
+)
+@pytest.mark.usefixtures("lab")
+def test_output_of_the_measuring_commands_is_as_reviewed(
+    run: Run, world: Path, name: str, arguments: tuple[str, ...]
+) -> None:
+    """Catches tables, figures and messages that change unnoticed."""
+    golden(name, shown(run(*arguments), world))
+
+
+@pytest.mark.usefixtures("lab")
+def test_the_written_table_is_what_the_runtime_would_load(run: Run, world: Path) -> None:
+    """Catches a table file that `load_table` refuses, or that forgets the library's cells."""
+    assert run("tune", "measured.yaml", "--out", "deep/table.json").code == 0
+    table = load_table(str(world / "deep" / "table.json"), SM_90A)
+    uses = [survey.tile_text(table.tile_for(Problem(m, 8, 256))) for m in (1, 2, 3)]
+    assert uses == ["oneshot(8,1,4,2)", "oneshot(8,1,4,2)", "library"]
+    assert table.measured is not None
+    assert table.measured.device == "cpu"
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_run_goes_on_where_the_last_one_ended(
+    run: Run, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a second run that measures again, or that loses what it does not ask for."""
+    first = run("tune", "measured.yaml", "--tokens", "1", "--report", "report.json")
+    assert (first.code, first.err.count("K=256")) == (0, 1)
+    arguments = ("tune", "measured.yaml", "--report", "report.json", "--resume", "--json")
+    second = run(*arguments, "--tokens", "2")
+    assert second.err.count("K=256") == 1
+    assert [cell["M"] for cell in second.data["cells"]] == [1, 2]  # type: ignore[attr-defined]
+    assert run(*arguments).err.count("K=256") == 1
+
+    def no_gpu(store: object) -> object:
+        raise DriverError("there is no GPU here")
+
+    monkeypatch.setattr(measure, "GpuLab", no_gpu)
+    done = run(*arguments, "--out", "table.json")
+    assert (done.code, done.err) == (0, "wrote table.json: 23 rules\n".replace("23", _count(world)))
+
+
+def _count(world: Path) -> str:
+    return str(len(json.loads((world / "table.json").read_text())["rules"]))
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_report_of_other_kernels_is_measured_anew(
+    run: Run, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a table whose figures are those of kernels that are no longer there."""
+    run("tune", "measured.yaml", "--tokens", "1", "--report", "report.json")
+    text = (world / "report.json").read_text()
+    changed = re.sub(r'"oneshot":"[0-9a-f]{64}"', f'"oneshot":"{"1" * 64}"', text)
+    assert changed != text
+    (world / "report.json").write_text(changed)
+    again = run("tune", "measured.yaml", "--tokens", "1", "--report", "report.json", "--resume")
+    assert "report.json is of other kernels: measuring all cells anew" in again.err
+    assert again.err.count("K=256") == 1
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_report_of_another_gpu_is_not_gone_on_with(run: Run, world: Path) -> None:
+    """Catches a table that mixes the figures of two machines."""
+    run("tune", "measured.yaml", "--tokens", "1", "--report", "report.json")
+    text = (world / "report.json").read_text()
+    (world / "report.json").write_text(text.replace('"device":"cpu"', '"device":"another GPU"'))
+    again = run("tune", "measured.yaml", "--report", "report.json", "--resume")
+    assert again.code == 2
+    assert "was measured on another GPU, this is cpu" in again.err
+
+
+@pytest.mark.usefixtures("lab")
+def test_bench_writes_the_report_and_the_plot(run: Run, world: Path) -> None:
+    """Catches files that lack what documents cite: date, machine, protocol, commit, summary."""
+    anchors = {
+        "cells": [
+            {
+                "K": 256,
+                "N": 8,
+                "M": m,
+                "cublas_us": {"after_producer": 6.0},
+                "reference_best_us": {"after_producer": 3.0},
+            }
+            for m in (1, 2)
+        ]
+    }
+    (world / "anchors.json").write_text(json.dumps(anchors))
+    files = ("--json-out", "out/b.json", "--svg", "out/b.svg", "--anchors", "anchors.json")
+    ran = run("bench", "measured.yaml", *files, "--commit", "abc")
+    assert ran.code == 0, ran.err
+    assert "published kernels: 1.75 times as fast, least " in ran.out
+    data = json.loads((world / "out" / "b.json").read_text())
+    assert {"date", "device", "driver", "versions", "commit", "protocol"} <= set(data)
+    assert len(data["cells"]) == 3
+    assert {"K", "N", "M", "ours_us", "config", "cublas_us", "floor_us"} <= set(data["cells"][0])
+    assert data["summary"]["cells"] == 2
+    assert data["summary"]["geomean_vs_published"] == 1.75
+    assert (world / "out" / "b.svg").read_text().startswith("<svg ")
+
+
+def test_a_kernel_that_bench_lacks_is_exit_3(
+    run: Run, lab: PricedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a benchmark of the fallback under our name."""
+    found, _, _ = make_lab(monkeypatch, candidates([]), price)
+    monkeypatch.setattr(measure, "GpuLab", lambda store: found)
+    ran = run("bench", "measured.yaml")
+    assert ran.code == 3
+    assert "absent" in ran.err
+
+
+def test_build_candidates_names_what_is_no_candidate_and_ends_well(
+    run: Run, world: Path, lab: PricedDriver
+) -> None:
+    """Catches a candidate build that one tile with spills fails, or that hides it."""
+    ran = run("build", "measured.yaml", "--candidates", "--json")
+    assert ran.code == 0, ran.err
+    built = ran.data["counts"]["compiled"]  # type: ignore[index]
+    assert built == len(candidates([(256, 8, m) for m in (1, 2, 3)]))
+    again = run("build", "measured.yaml", "--candidates")
+    assert again.code == 0
+    assert again.out.startswith(f"{built} artifacts ({built} kept)")
+    dry = run("build", "measured.yaml", "--candidates", "--dry-run")
+    assert f"0 to compile, {built} to keep" in dry.out
+
+
+def test_a_spilling_candidate_is_told_of_and_left_out(
+    run: Run, world: Path, lab: PricedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches silence about a tile that tuning will then miss."""
+    from llbf16_aot.errors import InvalidArtifactError
+
+    real = builder.assemble
+
+    def spills(asked: CompileKey, *arguments: object, **named: object) -> Artifact:
+        if asked.backend == "oneshot" and asked.config.warps == 8:
+            raise InvalidArtifactError("the kernel spills to local memory")
+        return real(asked, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builder, "assemble", spills)
+    ran = run("build", "measured.yaml", "--candidates")
+    assert ran.code == 0
+    assert "no candidate: oneshot hidden=256" in ran.err
+    assert "warps=8" in ran.err
+    assert "spills" in ran.err
+    assert " failed" in ran.out
+
+
+@pytest.mark.parametrize("text", ["", "0", "65", "4-2", "a", "1,,2", "1-2-3", "-1", "1000"])
+def test_numbers_of_tokens_that_make_no_sense_are_refused(text: str) -> None:
+    """Catches a range that silently measures nothing."""
+    with pytest.raises(UsageError, match="--tokens has"):
+        parse_tokens(text)
+
+
+def test_numbers_of_tokens_are_ranges_and_lists() -> None:
+    """Catches a list that is read as its first entry."""
+    assert parse_tokens("8, 1-3,2") == (1, 2, 3, 8)
+    assert parse_tokens("64") == (64,)

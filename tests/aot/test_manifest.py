@@ -1,0 +1,385 @@
+"""The manifest: what it means, and what it says about every way of getting it wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llbf16_aot.dispatch import dispatch, load_table
+from llbf16_aot.errors import LibraryChosenError, ManifestError
+from llbf16_aot.manifest import MAX_FILE_BYTES, MAX_ROUTERS, Manifest, packaged_manifests
+from llbf16_aot.manifest_schema import json_schema
+from llbf16_aot.problem import DType, Problem, Target
+
+GOOD = """\
+schema: 1
+name: one
+targets: [sm_90a]
+routers:
+  - model: M
+    hidden: 4096
+    experts: 256
+    tokens: 1-3
+"""
+
+
+def parse(text: str) -> Manifest:
+    return Manifest.parse(text, origin="m.yaml")
+
+
+def good(*changes: tuple[str, str]) -> str:
+    text = GOOD
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def test_defaults_are_fp32_with_and_without_dependent_launch() -> None:
+    """Without the safe variant a call that follows a weight update would have no kernel."""
+    assert list(parse(GOOD).routers[0].problems()) == [
+        Problem(tokens, 256, 4096, DType.FP32, pdl) for pdl in (True, False) for tokens in (1, 2, 3)
+    ]
+
+
+def test_a_router_overrides_the_defaults() -> None:
+    """A default that wins over the router's own field builds the wrong kernels."""
+    text = good(("routers:", "defaults: {tokens: 1-64, pdl: true, out_dtype: bf16}\nrouters:"))
+    router = parse(text).routers[0]
+    assert router.tokens == (1, 2, 3)
+    assert router.out_dtypes == (DType.BF16,)
+    assert router.pdl == (True,)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("8", (8,)),
+        ("1-16", tuple(range(1, 17))),
+        ('"2 - 4"', (2, 3, 4)),
+        ("[33, 1-2, 2]", (1, 2, 33)),
+        ("64-64", (64,)),
+    ],
+)
+def test_tokens_are_numbers_ranges_and_lists_of_both(text: str, tokens: tuple[int, ...]) -> None:
+    """A range that misses its end leaves one batch size to stall in service."""
+    assert parse(good(("1-3", text))).routers[0].tokens == tokens
+
+
+def test_a_tuning_path_starts_beside_the_manifest(tmp_path: Path) -> None:
+    """Taken from the working directory, it would name another table in every shell."""
+    path = tmp_path / "m.yaml"
+    path.write_text(good(("tokens: 1-3", "tokens: 1-3\n    tuning: ./tables")))
+    assert Manifest.load(path).routers[0].tuning == str(tmp_path / "tables")
+
+
+EXAMPLES = {
+    "empty": ("", "m.yaml:1: the manifest is empty"),
+    "list": ("- 1\n", "m.yaml:1: the manifest is a list, must be a mapping of fields"),
+    "missing": (
+        "schema: 1\n",
+        "m.yaml:1: field 'name' is missing\n"
+        "m.yaml:1: field 'routers' is missing\n"
+        "m.yaml:1: field 'targets' is missing",
+    ),
+    "schema": (
+        good(("schema: 1", "schema: 2")),
+        "m.yaml:1: schema is 2, this version reads schema 1 only",
+    ),
+    "boolean for a number": (
+        good(("schema: 1", "schema: true")),
+        "m.yaml:1: schema is true, must be 1",
+    ),
+    "float for a number": (
+        good(("4096", "4096.0")),
+        "m.yaml:6: hidden is 4096.0, must be a multiple of 8 from 8 to 1048576",
+    ),
+    "text for a number": (
+        good(("4096", '"4096"')),
+        "m.yaml:6: hidden is '4096', must be a multiple of 8 from 8 to 1048576",
+    ),
+    "hidden": (
+        good(("4096", "4097")),
+        "m.yaml:6: hidden is 4097, must be a multiple of 8 from 8 to 1048576",
+    ),
+    "experts": (
+        good(("256", "0")),
+        "m.yaml:7: experts is 0, must be a number from 1 to 65536",
+    ),
+    "tokens above the largest": (
+        good(("1-3", "1-65")),
+        "m.yaml:8: tokens is 1-65, must be a number from 1 to 64, a range such as 1-16, or a list "
+        "of both",
+    ),
+    "tokens backwards": (
+        good(("1-3", "3-1")),
+        "m.yaml:8: tokens is 3-1, must be a number from 1 to 64, a range such as 1-16, or a list "
+        "of both",
+    ),
+    "no tokens": (
+        good(("    tokens: 1-3\n", "")),
+        "m.yaml:5: a router lacks the field 'tokens', and so do the defaults",
+    ),
+    "target without suffix": (
+        good(("sm_90a", "sm_90")),
+        "m.yaml:3: targets: target sm_90 lacks its suffix: kernels use architecture-specific "
+        "instructions (write sm_90a)",
+    ),
+    "no target": (
+        good(("[sm_90a]", "[]")),
+        "m.yaml:3: targets is empty, must list at least one, for example sm_90a",
+    ),
+    "target twice": (
+        good(("[sm_90a]", "[sm_90a, sm_90a]")),
+        "m.yaml:3: targets lists sm_90a twice",
+    ),
+    "misspelt field": (
+        good(("experts", "expert")),
+        "m.yaml:5: a router lacks the field 'experts'\n"
+        "m.yaml:7: a router has the unknown field 'expert'; did you mean 'experts'? (allowed: "
+        "model, hidden, experts, tokens, x_dtype, weight_dtype, out_dtype, pdl, tuning)",
+    ),
+    "misspelt value": (
+        good(("tokens: 1-3", "tokens: 1-3\n    out_dtype: bf61")),
+        "m.yaml:9: out_dtype is 'bf61', must be bf16 or fp16 or fp32; did you mean 'bf16'?",
+    ),
+    "yaml 1.1 boolean": (
+        good(("tokens: 1-3", "tokens: 1-3\n    pdl: yes")),
+        "m.yaml:9: pdl is 'yes', must be true, false or both",
+    ),
+    "misspelt table": (
+        good(("tokens: 1-3", "tokens: 1-3\n    tuning: refrence")),
+        "m.yaml:9: tuning is 'refrence', must be default, reference or a path such as ./tuning; "
+        "did you mean 'reference'?",
+    ),
+    "field twice": (
+        good(("name: one", "name: one\nname: two")),
+        "m.yaml:3: field 'name' stands twice",
+    ),
+    "router twice": (
+        GOOD + "  - {model: M, hidden: 4096, experts: 256, tokens: 1-3}\n",
+        "m.yaml:9: router 'M' stands twice with the same fields",
+    ),
+    "no router": (
+        GOOD.partition("routers")[0] + "routers: []\n",
+        "m.yaml:4: routers is empty, must list at least one router",
+    ),
+    "a wrong default is told once": (
+        good(("routers:", "defaults: {pdl: 1}\nrouters:"))
+        + "  - {model: N, hidden: 4096, experts: 256, tokens: 1-3}\n",
+        "m.yaml:4: pdl is 1, must be true, false or both",
+    ),
+    "syntax": (
+        "schema: [1\nname: x\n",
+        "m.yaml:2: not valid YAML: expected ',' or ']', but got ':'",
+    ),
+    "tab": (
+        "schema: 1\n\tname: x\n",
+        "m.yaml:2: not valid YAML: found character '\\t' that cannot start any token",
+    ),
+    "nested": ("[" * 4000, "m.yaml:1: nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_says_what_is_wrong_where_and_what_is_allowed(name: str) -> None:
+    """A message without line or value sends the reader hunting."""
+    text, message = EXAMPLES[name]
+    with pytest.raises(ManifestError) as caught:
+        parse(text)
+    assert caught.value.message == message
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nschema: *c\n",
+        GOOD + "---\n" + GOOD,
+        "schema: !!python/object:os.system 1\n",
+        "%YAML 9.9\n---\n" + GOOD,
+        "%FOO\n" + GOOD,
+        "? [1, 2]\n: 3\n",
+        "<<: {schema: 1}\nname: x\n",
+        "schema: 1\0",
+        '"\\xZZ": 1\n',
+        "- &a\n- *b\n",
+        "!!binary x",
+        'a: "\\UFFFFFFFF"\n',
+        "2001-01-01: x\n",
+    ],
+)
+def test_hostile_yaml_is_a_manifest_error(text: str) -> None:
+    """Aliases, tags, directives and broken escapes must not reach the caller as other errors."""
+    with pytest.raises(ManifestError):
+        parse(text)
+
+
+def test_files_that_are_no_text_are_refused_without_hanging(tmp_path: Path) -> None:
+    """Opening a FIFO waits for a writer, and /dev/zero never ends."""
+    fifo = tmp_path / "fifo.yaml"
+    os.mkfifo(fifo)
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"schema: 1\nname: caf\xe9\n")
+    large = tmp_path / "large.yaml"
+    large.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
+    for path, part in (
+        (fifo, "not a regular file"),
+        (tmp_path, "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
+        (latin, "latin.yaml:2: not UTF-8: byte 0xe9"),
+        (large, "larger than"),
+        (tmp_path / "absent.yaml", "No such file"),
+        (Path("nul\0.yaml"), ""),
+    ):
+        with pytest.raises(ManifestError) as caught:
+            Manifest.load(path)
+        assert part in caught.value.message
+
+
+def test_too_many_routers_are_refused() -> None:
+    """A plan grows with every router: a file of 64 KiB must not ask for an endless build."""
+    rows = "".join(
+        f"  - {{model: M{i}, hidden: 8, experts: 1, tokens: 1}}\n" for i in range(MAX_ROUTERS + 1)
+    )
+    with pytest.raises(ManifestError, match=f"at most {MAX_ROUTERS}"):
+        parse(GOOD.partition("  - model")[0] + rows)
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    """Users type names from memory."""
+    with pytest.raises(ManifestError, match="did you mean 'dsv4'") as caught:
+        Manifest.load("dsv44")
+    assert "gpt-oss" in caught.value.hint
+
+
+@st.composite
+def routers(draw: st.DrawFn) -> tuple[str, list[Problem]]:
+    """A manifest's text and the problems that it stands for."""
+    hidden = draw(st.integers(1, 4096)) * 8
+    experts = draw(st.integers(1, 65_536))
+    tokens = draw(st.sets(st.integers(1, 64), min_size=1, max_size=5))
+    dtypes = draw(st.lists(st.sampled_from(list(DType)), min_size=1, unique=True))
+    pdl = draw(st.sampled_from([("true", (True,)), ("false", (False,)), ("both", (True, False))]))
+    text = good(
+        ("4096", str(hidden)),
+        ("256", str(experts)),
+        ("1-3", str(sorted(tokens, reverse=draw(st.booleans())))),
+    )
+    text += f"    pdl: {pdl[0]}\n    out_dtype: [{', '.join(d.value for d in dtypes)}]\n"
+    return text, [
+        Problem(m, experts, hidden, dtype, p)
+        for dtype in dtypes
+        for p in pdl[1]
+        for m in sorted(tokens)
+    ]
+
+
+@given(routers())
+def test_a_manifest_is_exactly_its_problems(generated: tuple[str, list[Problem]]) -> None:
+    """A lost or doubled problem is a miss in service, or work for nothing."""
+    text, problems = generated
+    assert list(parse(text).routers[0].problems()) == problems
+    jsonschema.validate(_plain(text), json_schema())
+
+
+def test_mutated_manifests_are_manifests_or_manifest_errors() -> None:
+    """S4: whatever a typo makes of a manifest, the answer is one of these two."""
+    draw = random.Random(20261129)
+    folder = Path(__file__).parents[2] / "manifests"
+    sources = [path.read_text() for path in sorted(folder.glob("*.yaml"))] + [GOOD]
+    alphabet = "-:[]{}&*!|>'\"%@`#,? \t\n\0\x7f\u00e9\ufeff0189aes_~<="
+    refused = []
+    for _ in range(1500):
+        text = draw.choice(sources)
+        for _ in range(draw.randint(1, 4)):
+            place = draw.randrange(len(text) + 1)
+            cut = draw.choice((0, 0, 1, 7))
+            piece = "".join(draw.choices(alphabet, k=draw.randint(0, 3)))
+            text = text[:place] + piece + text[place + cut :]
+        try:
+            parse(text)
+        except ManifestError as error:
+            refused.append(error.message)
+    assert 300 < len(refused) < 1500
+    assert [message for message in refused if not message.startswith("m.yaml:")] == []
+
+
+def _plain(text: str) -> object:
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe", pure=True).load(text)
+
+
+@pytest.mark.parametrize("name", packaged_manifests())
+class TestPackagedManifests:
+    """Holds for every manifest that comes with the package."""
+
+    def test_is_what_its_file_says(self, name: str) -> None:
+        """`build NAME` must build the file of that name, for Hopper and Blackwell."""
+        manifest = Manifest.load(name)
+        assert manifest.name == name
+        measured = name in ("all-routers", "anchors")  # for tuning and benchmarks, on an H200
+        wanted = {"sm_90a"} if measured else {"sm_90a", "sm_100a", "sm_103a"}
+        assert set(map(str, manifest.targets)) == wanted
+
+    def test_fits_the_schema(self, name: str) -> None:
+        """An editor that underlines our own examples teaches to ignore it."""
+        path = Path(__file__).parents[2] / "manifests" / f"{name}.yaml"
+        jsonschema.validate(_plain(path.read_text()), json_schema())
+        assert path.read_text().startswith("# yaml-language-server: $schema=")
+
+    def test_every_problem_has_a_kernel_or_the_library(self, name: str) -> None:
+        """A manifest that we ship and cannot build is a promise broken."""
+        manifest = Manifest.load(name)
+        for target in manifest.targets:
+            for router in manifest.routers:
+                problems = list(router.problems())
+                assert len(problems) == len(set(problems))
+                for problem in problems:
+                    try:
+                        dispatch(problem, target, load_table(router.tuning, target))
+                    except LibraryChosenError:
+                        continue
+
+
+def test_the_schema_refuses_what_the_reader_refuses() -> None:
+    """Negative control: a schema that accepts everything would pass the tests above."""
+    schema = json_schema()
+    refused = 0
+    for name, (text, _) in EXAMPLES.items():
+        if name in ("empty", "syntax", "tab", "nested", "field twice", "router twice"):
+            continue  # no YAML, or nothing that a schema can say
+        refused += 1
+        # An editor reads 4096.0 as the whole number that JSON Schema says it is.
+        if name in ("float for a number", "tokens above the largest", "tokens backwards"):
+            continue
+        accepted = jsonschema.Draft7Validator(schema).is_valid(_plain(text))
+        assert not accepted, name
+    assert refused > 10
+
+
+def test_every_bf16_router_of_the_design_is_in_some_manifest() -> None:
+    """A family that is left out is a model that nobody can build by name."""
+    shapes = {
+        (router.hidden, router.experts)
+        for name in packaged_manifests()
+        for router in Manifest.load(name).routers
+    }
+    assert shapes >= {
+        (7168, 256), (7168, 384), (4096, 256), (7168, 896), (2304, 256), (6144, 256), (5120, 160),
+        (4096, 128), (2048, 128), (6144, 160), (2048, 512), (4096, 512), (2880, 32), (2880, 128),
+        (5120, 16), (5120, 128), (4096, 8), (6144, 8), (7168, 48), (2688, 128), (7168, 128),
+        (2048, 64), (6144, 264),
+    }  # fmt: skip
+
+
+def test_targets_keep_their_order() -> None:
+    """The first target's artifacts are built first."""
+    text = good(("[sm_90a]", "[sm_103a, sm_90a]"))
+    assert parse(text).targets == (Target.parse("sm_103a"), Target.parse("sm_90a"))

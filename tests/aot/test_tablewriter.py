@@ -1,0 +1,187 @@
+"""The tuning table that a survey becomes: every measured cell gets its choice, all else a rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llbf16_aot.backends import DotprodTile, OneshotTile, SplitkTile, Tile
+from llbf16_aot.dispatch import LibraryTile, Origin, Table, dispatch, load_table
+from llbf16_aot.errors import LibraryChosenError, UsageError
+from llbf16_aot.problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, Problem, Target
+from llbf16_aot.search import REPRESENTATIVE_TOKENS, search_space, tokens_span
+from llbf16_aot.survey import SurveyCell, SurveyTiming, SurveyTrial
+from llbf16_aot.tablewriter import EXPERTS_BANDS, HIDDEN_BANDS, format_table, write_table
+
+SM_90A = Target.parse("sm_90a")
+ORIGIN = Origin(
+    device="a GPU", driver="1.2", date="2026-11-29", versions={"torch": "2"}, protocol="p"
+)
+TOKENS = (*range(1, 17), *REPRESENTATIVE_TOKENS)
+SHAPES = ((7168, 256), (4096, 8), (2880, 32), (1024, 1024), (8192, 64), (520, 7))
+
+
+def cell(
+    hidden: int,
+    experts: int,
+    tokens: int,
+    use: Tile | LibraryTile,
+    *,
+    us: float = 1.5,
+    cublas_us: float = 7.0,
+) -> SurveyCell:
+    trials = ()
+    if not isinstance(use, LibraryTile):
+        trials = (SurveyTrial(use=use, quick_us=us, full=SurveyTiming(us, 0.01)),)
+    return SurveyCell(
+        hidden=hidden,
+        experts=experts,
+        tokens=tokens,
+        use=use,
+        library={"torch.mm": SurveyTiming(cublas_us, 0.02)},
+        empty=SurveyTiming(0.75, 0.0),
+        trials=trials,
+    )
+
+
+@st.composite
+def surveys(draw: st.DrawFn) -> list[SurveyCell]:
+    """Cells of some shapes, each with a tile of its search space, or with the library."""
+    found = []
+    for hidden, experts in draw(st.lists(st.sampled_from(SHAPES), min_size=1, unique=True)):
+        for tokens in draw(st.lists(st.sampled_from(TOKENS), min_size=1, unique=True)):
+            # Few tiles, so that neighbours often agree.
+            tiles = (*search_space(hidden, tokens)[:3], SplitkTile(8, 2), LibraryTile())
+            found.append(cell(hidden, experts, tokens, draw(st.sampled_from(tiles))))
+    return found
+
+
+def table_of(cells: list[SurveyCell], folder: Path | None = None) -> Table:
+    table = write_table(cells, ORIGIN, name="mine", target="sm_90a")
+    if folder is None:
+        return table
+    path = folder / "table.json"
+    path.write_text(format_table(table))
+    return load_table(str(path), SM_90A)
+
+
+@settings(deadline=None)
+@given(surveys())
+def test_every_measured_cell_dispatches_to_what_was_chosen(cells: list[SurveyCell]) -> None:
+    """Catches a merge over a gap, a lost cell, and a general rule that stands before a measured."""
+    table = table_of(cells)
+    for one in cells:
+        first, last = tokens_span(one.tokens)
+        for tokens in range(first, last + 1):
+            assert table.tile_for(Problem(tokens, one.experts, one.hidden)) == one.use
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    surveys(),
+    st.lists(
+        st.tuples(
+            st.integers(1, MAX_TOKENS),
+            st.one_of(st.integers(1, 3000), st.integers(1, MAX_EXPERTS)),
+            st.one_of(st.integers(1, 2048), st.integers(1, MAX_HIDDEN // 8)).map(lambda n: 8 * n),
+        ),
+        min_size=30,
+        max_size=30,
+    ),
+)
+def test_every_other_problem_finds_a_kernel_or_the_library(
+    cells: list[SurveyCell], problems: list[tuple[int, int, int]]
+) -> None:
+    """Catches a general rule whose tile fails its check for some K, N or M: a gap in production."""
+    table = table_of(cells)
+    for size in problems:
+        try:
+            dispatch(Problem(*size), SM_90A, table).check()
+        except LibraryChosenError:
+            continue
+
+
+@pytest.mark.parametrize("use", [OneshotTile(64, 4, 4, 2), OneshotTile(8, 1, 8, 4), DotprodTile()])
+def test_general_rules_hold_at_the_ends_of_their_ranges(use: Tile) -> None:
+    """Catches a tile fitted to the middle of a range of K: its ends are where it breaks."""
+    table = table_of([cell(1024, 64, tokens, use) for tokens in (1, 8, 16, 24, 64)])
+    ends = [8, *(k + d for k in HIDDEN_BANDS for d in (-8, 0, 8)), MAX_HIDDEN]
+    for hidden in ends:
+        for experts in (1, *(n + d for n in EXPERTS_BANDS for d in (0, 1)), MAX_EXPERTS):
+            for tokens in (1, 4, 5, 8, 9, 16, 17, 32, 33, 64):
+                try:
+                    dispatch(Problem(tokens, experts, hidden), SM_90A, table).check()
+                except LibraryChosenError:
+                    assert experts > EXPERTS_BANDS[-1]
+
+
+def test_neighbouring_tokens_with_one_tile_share_a_rule_with_their_figures() -> None:
+    """Catches a table with a rule for every cell, and figures that hide the slowest of them."""
+    tile, other = OneshotTile(16, 8, 7, 4), OneshotTile(32, 8, 7, 4)
+    cells = [
+        cell(7168, 256, 1, tile, us=1.5, cublas_us=7.0),
+        cell(7168, 256, 2, tile, us=1.7, cublas_us=7.2),
+        cell(7168, 256, 4, tile, us=1.6),
+        cell(7168, 256, 24, other, us=2.5),
+        cell(7168, 256, 32, other, us=2.6),
+    ]
+    rules = [rule for rule in table_of(cells).rules if rule.measured is not None]
+    assert [rule.tokens for rule in rules] == [(1, 2), (4, 4), (17, 32)]
+    figures = rules[0].measured
+    assert figures is not None
+    assert (figures.us, figures.cublas_us, figures.spread_us) == ((1.5, 1.7), (7.0, 7.2), 0.01)
+
+
+def test_a_shape_beside_a_measured_one_gets_a_tile_like_it() -> None:
+    """Catches general rules that ignore the measurements."""
+    cells = [
+        *(cell(7168, 256, m, OneshotTile(32, 4, 14, 4)) for m in (1, 2, 4)),
+        *(cell(2048, 256, m, OneshotTile(8, 8, 4, 2)) for m in (1, 2, 4)),
+    ]
+    table = table_of(cells)
+    near_large, near_small = (table.tile_for(Problem(2, 250, k)) for k in (7160, 2040))
+    assert isinstance(near_large, OneshotTile)
+    assert isinstance(near_small, OneshotTile)
+    assert (near_large.experts_tile, near_large.split_k) == (32, 4)
+    assert (near_small.experts_tile, near_small.split_k) == (8, 8)
+
+
+def test_where_the_library_wins_everywhere_near_the_general_rule_says_so() -> None:
+    """Catches a kernel for shapes beside those where every kernel was slower than the library."""
+    cells = [cell(7168, 2000, m, LibraryTile()) for m in (9, 16)]
+    cells += [cell(7168, 128, m, OneshotTile(16, 8, 7, 4)) for m in (9, 16)]
+    table = table_of(cells)
+    assert table.tile_for(Problem(12, 1900, 7168)) == LibraryTile()
+    assert isinstance(table.tile_for(Problem(12, 100, 7168)), OneshotTile)
+
+
+@settings(deadline=None)
+@given(surveys())
+def test_the_text_of_a_table_reads_back_as_the_table(cells: list[SurveyCell]) -> None:
+    """Catches a figure or a range that the file loses, or that the strict schema refuses."""
+    import msgspec
+
+    table = table_of(cells)
+    assert msgspec.json.decode(format_table(table), type=Table) == table
+
+
+def test_the_file_has_one_rule_a_line_and_says_where_its_figures_are_from(tmp_path: Path) -> None:
+    """Catches a table whose diff nobody can read, and figures without machine and day."""
+    cells = [cell(7168, 256, 1, OneshotTile(16, 8, 7, 4)), cell(7168, 256, 2, LibraryTile())]
+    table = table_of(cells, tmp_path)
+    text = (tmp_path / "table.json").read_text()
+    assert table.measured == ORIGIN
+    assert text.count('"use"') == len(table.rules)
+    for line in text.splitlines():
+        if '"use"' in line:
+            json.loads(line.rstrip(","))
+    assert "library is faster in 1" in table.source
+
+
+def test_without_cells_there_is_no_table() -> None:
+    """Catches a table of general rules alone that claims to be measured."""
+    with pytest.raises(UsageError, match="no cell was measured"):
+        write_table([], ORIGIN, name="mine", target="sm_90a")

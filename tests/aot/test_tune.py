@@ -1,0 +1,188 @@
+"""Tuning: two passes, the fastest right tile, the library where it is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fake_lab import SM_90A, candidates, make_lab
+from llbf16_aot import measure
+from llbf16_aot.backends import OneshotTile, SplitkTile, Tile
+from llbf16_aot.dispatch import LibraryTile, dispatch
+from llbf16_aot.driver import LaunchConfig
+from llbf16_aot.errors import NotFoundError
+from llbf16_aot.key import CompileKey
+from llbf16_aot.problem import Problem
+from llbf16_aot.search import PROBES, key_for, search_space
+from llbf16_aot.survey import SurveyCell, cell_key
+from llbf16_aot.tablewriter import write_table
+from llbf16_aot.timing import QUICK_REPLAYS
+from llbf16_aot.tune import FINALISTS, header_of, measured_tokens, tune, tune_cell
+
+HIDDEN, EXPERTS = 256, 8
+CELLS = [(HIDDEN, EXPERTS, tokens) for tokens in (1, 2, 3)]
+
+
+@pytest.fixture(autouse=True)
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judgements on the CPU cost more than they do on a GPU."""
+    monkeypatch.setattr(measure, "RUNS", 3)
+    monkeypatch.setattr(measure, "COPY_BYTES", 1 << 16)
+
+
+def keys(tokens: int = 1) -> dict[Tile, CompileKey]:
+    problem = Problem(tokens, EXPERTS, HIDDEN)
+    return {tile: key_for(tile, problem, SM_90A) for tile in search_space(HIDDEN, tokens)}
+
+
+def prices(
+    cheap: dict[Tile, float], tokens: int = 1, others: float = 3.0
+) -> Callable[[CompileKey, LaunchConfig], float]:
+    table = keys(tokens)
+    by_key = {table[tile]: us for tile, us in cheap.items()}
+    return lambda key, config: by_key.get(key, others)
+
+
+TILES = [tile for tile in search_space(HIDDEN, 1) if isinstance(tile, OneshotTile)]
+
+
+def test_the_fastest_right_tile_of_all_candidates_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a pass that never looks at some candidate."""
+    for best in (TILES[0], TILES[-1], SplitkTile(7, 5)):
+        lab, _, _ = make_lab(monkeypatch, candidates(CELLS), prices({best: 1.5}))
+        cell = tune_cell(lab, HIDDEN, EXPERTS, 1)
+        assert cell.use == best
+        assert cell.chosen.us == pytest.approx(1.5)
+        assert [trial.use for trial in cell.trials] == list(search_space(HIDDEN, 1))
+
+
+def test_a_wrong_or_unsteady_tile_is_rejected_however_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a table that names the kernel which skips the work."""
+    wrong, unsteady, unlaunchable, right = TILES[:4]
+    price = prices({wrong: 0.1, unsteady: 0.2, unlaunchable: 0.3, right: 1.5})
+    lab, driver, _ = make_lab(monkeypatch, candidates(CELLS), price)
+    table = keys()
+    driver.wrong = lambda key: key == table[wrong]
+    driver.unsteady = lambda key: key == table[unsteady]
+    driver.unlaunchable = lambda key: key == table[unlaunchable]
+    cell = tune_cell(lab, HIDDEN, EXPERTS, 1)
+    assert cell.use == right
+    reasons = {trial.use: trial.rejected for trial in cell.trials if trial.rejected}
+    assert "not written" in reasons[wrong]
+    assert "other bits" in reasons[unsteady]
+    assert "CUDA_ERROR_INVALID_CLUSTER_SIZE" in reasons[unlaunchable]
+    assert set(reasons) == {wrong, unsteady, unlaunchable}
+
+
+def test_only_finalists_are_measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a tuning run that takes hours, and one that decides by the quick pass."""
+    lab, _, clock = make_lab(monkeypatch, candidates(CELLS), prices({TILES[0]: 1.5}))
+    cell = tune_cell(lab, HIDDEN, EXPERTS, 1)
+    full = [trial for trial in cell.trials if trial.full is not None]
+    assert len(full) == FINALISTS
+    assert all(trial.quick_us is not None for trial in cell.trials)
+    quick = sorted(trial.quick_us or 0.0 for trial in cell.trials)
+    assert max(trial.quick_us or 0.0 for trial in full) <= quick[FINALISTS - 1]
+    assert QUICK_REPLAYS < 20
+    assert clock.graphs < len(cell.trials) + 3 * (FINALISTS + 4) + 2
+
+
+def test_the_full_pass_decides_over_the_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a choice by seven replays, where the order of near tiles is noise."""
+    table = keys()
+    looks = {table[TILES[0]]: 0, table[TILES[1]]: 0}
+
+    def price(key: CompileKey, config: LaunchConfig) -> float:
+        if key not in looks:
+            return 3.0
+        looks[key] += 1
+        quick = looks[key] <= 64
+        return (1.0 if quick else 2.0) if key == table[TILES[0]] else 1.5
+
+    lab, _, _ = make_lab(monkeypatch, candidates(CELLS), price)
+    assert tune_cell(lab, HIDDEN, EXPERTS, 1).use == TILES[1]
+
+
+def test_where_the_library_is_faster_the_cell_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a dispatcher that prefers our kernel to a faster product."""
+    lab, _, _ = make_lab(monkeypatch, candidates(CELLS), prices({}), library_us=lambda x: 2.0)
+    cell = tune_cell(lab, HIDDEN, EXPERTS, 1)
+    assert cell.use == LibraryTile()
+    assert cell.chosen.us == pytest.approx(2.0)
+    assert cell.best is not None
+    assert cell.best.full is not None
+    assert cell.best.full.us == pytest.approx(3.0)
+
+
+def test_candidates_that_the_store_lacks_are_named_and_none_at_all_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a table from half a store that does not say so."""
+    table = keys()
+    some = [a for a in candidates(CELLS) if a.record.key != table[TILES[0]]]
+    lab, _, _ = make_lab(monkeypatch, some, prices({TILES[1]: 1.5}))
+    cell = tune_cell(lab, HIDDEN, EXPERTS, 1)
+    assert "absent" in cell.trials[search_space(HIDDEN, 1).index(TILES[0])].rejected
+    lab, _, _ = make_lab(monkeypatch, candidates([])[: len(PROBES)], prices({}))
+    with pytest.raises(NotFoundError, match="no candidate for hidden 256, 1 tokens on sm_90a"):
+        tune_cell(lab, HIDDEN, EXPERTS, 1)
+
+
+def test_known_cells_are_taken_over_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that measures all anew after its time limit, or that needs a GPU to end."""
+    lab, _, clock = make_lab(monkeypatch, candidates(CELLS), prices({TILES[0]: 1.5}))
+    told: list[SurveyCell] = []
+    first = list(tune(CELLS[:2], lab=lambda: lab, on_cell=told.append))
+    assert told == first
+    known = {cell_key(cell): cell for cell in first}
+    graphs = clock.graphs
+    again = list(tune(CELLS, lab=lambda: lab, known=known, on_cell=told.append))
+    assert again[:2] == first
+    assert told == again
+    assert clock.graphs > graphs
+
+    def no_gpu() -> measure.GpuLab:
+        raise AssertionError("no GPU is needed for what is known")
+
+    assert list(tune(CELLS[:2], lab=no_gpu, known=known)) == first
+
+
+def test_a_tuned_table_dispatches_every_measured_cell_to_its_winner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a break anywhere between the clock and the table, end to end."""
+
+    def price(key: CompileKey, config: LaunchConfig) -> float:
+        wanted = {"oneshot": TILES[2], "dotprod": None}.get(key.backend)
+        return 1.0 if wanted is not None and keys()[wanted] == key else 2.0
+
+    lab, _, _ = make_lab(monkeypatch, candidates(CELLS), price)
+    cells = list(tune(CELLS, lab=lambda: lab))
+    header = header_of(lab)
+    table = write_table(cells, header.origin, name="tuned", target=header.target)
+    for hidden, experts, tokens in CELLS:
+        key = dispatch(Problem(tokens, experts, hidden), SM_90A, table)
+        assert key == keys(tokens)[TILES[2]]
+    assert header.target == "sm_90a"
+    assert header.origin.versions["torch"]
+    assert set(header.kernel_sources) == {"dotprod", "splitk", "oneshot", "probe"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "measured"),
+    [
+        (range(1, 17), tuple(range(1, 17))),
+        (range(1, 65), (*range(1, 17), 24, 32, 48, 64)),
+        ([17], (24,)),
+        ([24, 25], (24, 32)),
+        ([1, 64], (1, 64)),
+        ([], ()),
+    ],
+)
+def test_above_16_tokens_representatives_are_measured(
+    tokens: list[int], measured: tuple[int, ...]
+) -> None:
+    """Catches an M of a manifest that no measurement speaks for, and 48 needless ones."""
+    assert measured_tokens(tokens) == measured
