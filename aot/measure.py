@@ -10,7 +10,7 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -52,7 +52,7 @@ class GraphTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream(device)
 
     def __call__(self, body: Call, *, calls: int, replays: int) -> list[float]:
         """Microseconds of each replay, after a call outside the graph and three warm-up replays."""
@@ -295,7 +295,13 @@ class GpuBench:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event: Callable[..., torch.cuda.Event] = torch.cuda.Event  # torch leaves it without types
+    return event(enable_timing=True)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+    return stream(device)
 
 
 def _linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

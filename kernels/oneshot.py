@@ -148,8 +148,11 @@ class Oneshot:
             mine = cutlass.max(cutlass.min(sent - rank * config.owned, config.owned), 0)
             if thread == 0:
                 cute.arch.mbarrier_init(received, 1)
-                cute.arch.mbarrier_arrive_and_expect_tx(received, mine * (S * 4))
                 cute.arch.mbarrier_init_fence()
+            # For racecheck of compute-sanitizer, which takes the two for different lanes' accesses.
+            cute.arch.sync_warp()
+            if thread == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(received, mine * (S * 4))
             # Relaxed: the fence has released the initialisation already, and a releasing arrive
             # costs a full memory barrier.
             cute.arch.cluster_arrive_relaxed(aligned=False)

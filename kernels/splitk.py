@@ -182,12 +182,13 @@ class Splitk:
         if thread == 0:
             for s in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(full + s, PRODUCERS)
-                cute.arch.mbarrier_init(empty + s, CONSUMER_WARPS)
+                cute.arch.mbarrier_init(empty + s, CONSUMERS)
             cute.arch.mbarrier_init(received, 1)
-            cute.arch.mbarrier_arrive_and_expect_tx(received, mine * (S * 4))
             cute.arch.mbarrier_init_fence()
         # For the own block's warps; the cluster's other blocks are waited for only before sending.
         cute.arch.sync_threads()
+        if thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(received, mine * (S * 4))
         # Relaxed: the fence above has released the initialisation to the cluster already.
         cute.arch.cluster_arrive_relaxed(aligned=False)
 
@@ -303,9 +304,9 @@ class Splitk:
                     d = mma(a, (b[2 * n], b[2 * n + 1]), c)
                     for j in cutlass.range_constexpr(4):
                         sums[n, j] = d[j]
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
+            # Every lane: racecheck of compute-sanitizer does not see that a lane which arrives
+            # after a warp barrier speaks for its warp, and it costs nothing that can be measured.
+            cute.arch.mbarrier_arrive(empty + stage)
             stage = stage + 1
             if stage == self.config.stages:
                 stage = Int32(0)

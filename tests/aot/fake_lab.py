@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 import torch
 from fake_gpu import FakeDevices, FakeDriver, MemoryStore, artifact_for
-from llbf16_aot import measure
 from llbf16_aot.artifact import Artifact
+from llbf16_aot.backends import ProbeConfig
 from llbf16_aot.driver import Kernel, LaunchConfig
 from llbf16_aot.errors import DriverError
 from llbf16_aot.key import CompileKey
 from llbf16_aot.measure import GpuLab
 from llbf16_aot.problem import Problem, Target
 from llbf16_aot.search import PROBES, candidate_keys, probe_key
+from torch.nn import functional
 
 SM_90A = Target.parse("sm_90a")
 
@@ -89,7 +90,7 @@ class PricedDriver(FakeDriver):
         return launch
 
     def _cost(self, key: CompileKey, config: LaunchConfig) -> float:
-        if key.backend == "probe":
+        if isinstance(key.config, ProbeConfig):
             return PRODUCER_US if key.config.kind == "producer" else EMPTY_US
         return self._price(key, config)
 
@@ -115,7 +116,7 @@ def make_lab(
     clock = Clock()
     held = list(artifacts)
     driver = PricedDriver(held, clock, price)
-    real = measure.functional.linear
+    real: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = functional.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if clock.timing:
@@ -123,6 +124,6 @@ def make_lab(
             return x
         return real(x, weight)
 
-    monkeypatch.setattr(measure.functional, "linear", linear)
+    monkeypatch.setattr(functional, "linear", linear)
     lab = GpuLab(MemoryStore(held), driver=driver, devices=FakeDevices(), timer=clock)
     return lab, driver, clock

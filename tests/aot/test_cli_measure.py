@@ -12,6 +12,7 @@ from fake_gpu import artifact_for
 from fake_lab import SM_90A, PricedDriver, candidates, make_lab
 from llbf16_aot import builder, measure, survey, tune
 from llbf16_aot.artifact import Artifact
+from llbf16_aot.backends import DotprodConfig, OneshotConfig
 from llbf16_aot.cli.tokens import parse_tokens
 from llbf16_aot.dispatch import load_table, warmup_keys
 from llbf16_aot.driver import LaunchConfig
@@ -31,13 +32,14 @@ routers:
 """
 
 
-def price(compile_key: CompileKey, config: LaunchConfig) -> float:
+def price(compile_key: CompileKey, launch: LaunchConfig) -> float:
     """The more warps the dearer; splitk is dear; with three tokens all are dearer than torch."""
-    if config.grid[2] > 1 or compile_key.backend == "splitk":
+    if launch.grid[2] > 1 or compile_key.backend == "splitk":
         return 3.0
-    if compile_key.backend == "oneshot":
-        return 1.0 + 0.1 * compile_key.config.warps
-    return 2.0 if compile_key.config.tokens < 3 else 5.0
+    config = compile_key.config
+    if isinstance(config, OneshotConfig):
+        return 1.0 + 0.1 * config.warps
+    return 2.0 if isinstance(config, DotprodConfig) and config.tokens < 3 else 5.0
 
 
 @pytest.fixture
@@ -225,7 +227,7 @@ def test_a_spilling_candidate_is_told_of_and_left_out(
     real = builder.assemble
 
     def spills(asked: CompileKey, *arguments: object, **named: object) -> Artifact:
-        if asked.backend == "oneshot" and asked.config.warps == 8:
+        if isinstance(asked.config, OneshotConfig) and asked.config.warps == 8:
             raise InvalidArtifactError("the kernel spills to local memory")
         return real(asked, *arguments, **named)  # type: ignore[arg-type]
 
@@ -249,3 +251,20 @@ def test_numbers_of_tokens_are_ranges_and_lists() -> None:
     """Catches a list that is read as its first entry."""
     assert parse_tokens("8, 1-3,2") == (1, 2, 3, 8)
     assert parse_tokens("64") == (64,)
+
+
+def test_plan_shows_what_the_library_serves(run: Run, world: Path, lab: PricedDriver) -> None:
+    """Catches a cell that the table leaves to the library shown as a gap, or not at all."""
+    assert run("tune", "measured.yaml", "--out", "table.json").code == 0
+    text = MANIFEST.replace("reference", "./table.json")
+    (world / "tuned.yaml").write_text(text)
+    ran = run("plan", "tuned.yaml")
+    assert ran.code == 0
+    (row,) = (line for line in ran.out.splitlines() if " library " in line)
+    assert re.search(r" 3 +fp32 +on +sm_90a +library +the library is faster here", row)
+    assert "no kernel for" not in ran.out
+    needs = run("plan", "tuned.yaml", "--json").data["needs"]
+    assert [need["library"] for need in needs] == [False, False, True]  # type: ignore[attr-defined]
+    built = run("build", "tuned.yaml")
+    assert built.code == 0, built.err
+    assert "3 of 3 problems covered, 1 of them by the library" in built.out

@@ -51,7 +51,7 @@ def artifact(
 ) -> Artifact:
     problem = Problem(tokens, experts, hidden, DTYPES[out_dtype], pdl)
     where = Target.parse(target)
-    return artifact_for(dispatch(problem, where, load_table("default", where)))
+    return artifact_for(dispatch(problem, where, load_table("reference", where)))
 
 
 def counted(
@@ -69,7 +69,7 @@ class Bench:
         self.devices = FakeDevices()
         self.runtime = Runtime(
             self.store,
-            tuning="default",
+            tuning="reference",
             pdl=pdl,
             on_miss=on_miss,
             driver=self.driver,
@@ -506,7 +506,9 @@ def stored(tmp_path: Path) -> tuple[Store, Artifact]:
 
 def on_disk(store: Store, kernel: Artifact) -> Runtime:
     """A new runtime, as a new process has it."""
-    return Runtime(store.root, driver=FakeDriver([kernel]), devices=FakeDevices())
+    return Runtime(
+        store.root, tuning="reference", driver=FakeDriver([kernel]), devices=FakeDevices()
+    )
 
 
 def contents(root: Path) -> dict[Path, tuple[int, bytes]]:
@@ -589,7 +591,7 @@ def test_each_device_gets_the_kernel_of_its_own_target() -> None:
     """Two kinds of GPU in a host: code for device 0 does not run on device 1 (tilelang 2516)."""
     kernels = artifact(1, 8, 64), artifact(1, 8, 64, target="sm_100a")
     driver = FakeDriver(kernels)
-    loader = Loader(MemoryStore(kernels), "default", driver)
+    loader = Loader(MemoryStore(kernels), "reference", driver)
     for device in (0, 1):
         assert isinstance(loader.find(Problem(1, 8, 64), device), Launcher)
     assert [a.record.key.target for a in driver.libraries.values()] == ["sm_90a", "sm_100a"]
@@ -600,7 +602,7 @@ def test_one_load_serves_two_devices_of_a_kind_and_is_made_ready_on_each() -> No
     kernel = artifact(5, 8, 2304)
     driver = FakeDriver([kernel])
     driver.capabilities[1] = (9, 0)
-    loader = Loader(MemoryStore([kernel]), "default", driver)
+    loader = Loader(MemoryStore([kernel]), "reference", driver)
     for device in (0, 1, 1, 0):
         assert isinstance(loader.find(Problem(5, 8, 2304), device), Launcher)
     assert (driver.loads, loader.loads) == (1, 1)
@@ -732,7 +734,7 @@ def test_what_is_given_wins_over_the_environment(
     monkeypatch.setenv("LLBF16_AOT_STORE", str(tmp_path / "other"))
     monkeypatch.setenv("LLBF16_AOT_TUNING", "no-such-table")
     runtime = Runtime(
-        tmp_path / "mine", tuning="default", driver=FakeDriver(), devices=FakeDevices()
+        tmp_path / "mine", tuning="reference", driver=FakeDriver(), devices=FakeDevices()
     )
     x, weight = operands(3, 8, 64)
     assert error_of(runtime.run(x, weight), x, weight) <= 2e-6

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llbf16_aot.backends import BACKENDS, DotprodTile, OneshotTile, SplitkTile, backend_name
 from llbf16_aot.problem import MAX_HIDDEN, MAX_TOKENS, DType, Problem, Target
 from llbf16_aot.search import (
+    PROBES,
     REPRESENTATIVE_TOKENS,
     candidate_keys,
     key_for,
@@ -119,8 +120,8 @@ def test_candidate_keys_are_each_tile_of_each_problem_once() -> None:
 
 def test_probe_keys_write_what_x_is() -> None:
     """Catches a producer that writes x in another type than the kernels read."""
-    for kind in ("producer", "empty"):
-        key = probe_key(kind, SM_90A)  # type: ignore[arg-type]
+    for kind in PROBES:
+        key = probe_key(kind, SM_90A)
         key.check()
         assert (key.backend, key.out_dtype, key.pdl) == ("probe", DType.BF16, True)
 

@@ -33,7 +33,7 @@ def cell(
     us: float = 1.5,
     cublas_us: float = 7.0,
 ) -> SurveyCell:
-    trials = ()
+    trials: tuple[SurveyTrial, ...] = ()
     if not isinstance(use, LibraryTile):
         trials = (SurveyTrial(use=use, quick_us=us, full=SurveyTiming(us, 0.01)),)
     return SurveyCell(
