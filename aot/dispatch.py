@@ -206,13 +206,17 @@ def warmup_keys(
     """The distinct keys that routers of these `(hidden, experts)` ask for at these token counts.
 
     Each key stands once, in the order of its first use: shapes in their order, tokens within.
-    Raises what `dispatch` raises.
+    Where the table leaves a problem to the library there is nothing to warm up. Raises what
+    `dispatch` raises for all else.
     """
     table = load_table(tuning, target)
     counts = tuple(tokens)
-    keys = (
-        dispatch(Problem(count, experts, hidden, out_dtype, pdl), target, table)
-        for hidden, experts in shapes
-        for count in counts
-    )
-    return tuple(dict.fromkeys(keys))
+    keys: dict[CompileKey, None] = {}
+    for hidden, experts in shapes:
+        for count in counts:
+            try:
+                key = dispatch(Problem(count, experts, hidden, out_dtype, pdl), target, table)
+            except LibraryChosenError:
+                continue
+            keys[key] = None
+    return tuple(keys)

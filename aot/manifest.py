@@ -81,13 +81,14 @@ class Manifest(msgspec.Struct, frozen=True):
         from .manifest_reader import did_you_mean
 
         path = Path(where)
-        if not path.exists() and path.parent == Path() and not path.is_absolute():
+        # os.path.exists, unlike Path.exists, does not raise for names that are too long.
+        if not os.path.exists(path) and path.parent == Path() and not path.is_absolute():
             name = path.name.removesuffix(".yaml")
             if name in packaged_manifests():
                 path = _folder() / f"{name}.yaml"
             else:
                 raise ManifestError(
-                    f"{where}: no such file, and no manifest of this name comes with the package"
+                    f"{where}:1: no such file, and no manifest of this name comes with the package"
                     f"{did_you_mean(name, packaged_manifests())}",
                     hint=f"name a file, or one of {', '.join(packaged_manifests())}",
                 )
@@ -123,20 +124,20 @@ def _read(path: Path) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ManifestError(
-            f"{path}: cannot read the manifest: {reason}",
+            f"{path}:1: cannot read the manifest: {reason}",
             hint=f"name a file, or one of {', '.join(packaged_manifests())}",
         ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ManifestError(
-            f"{path}: cannot read the manifest: not a regular file",
+            f"{path}:1: cannot read the manifest: not a regular file",
             hint=f"name a file, or one of {', '.join(packaged_manifests())}",
         )
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
         raise ManifestError(
-            f"{path}: the manifest is larger than {MAX_FILE_BYTES} bytes",
+            f"{path}:1: the manifest is larger than {MAX_FILE_BYTES} bytes",
             hint="split it: build takes several manifests",
         )
     try:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .dispatch import PACKAGED_TABLES
 from .errors import AotError, ManifestError
@@ -17,7 +17,16 @@ from .problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, VECTOR_ELEMENTS, DType
 if TYPE_CHECKING:
     from ruamel.yaml.nodes import Node
 
-__all__ = ["did_you_mean", "read_manifest"]
+__all__ = ["MAX_DEPTH", "MAX_ERRORS", "MAX_NODES", "did_you_mean", "read_manifest"]
+
+MAX_DEPTH = 8
+"""Nested lists and mappings; the schema has four: manifest, routers, router, tokens."""
+
+MAX_NODES = 6_000
+"""Values of a manifest: composing one takes up to 0.1 ms, and any text ends within a second."""
+
+MAX_ERRORS = 20
+"""What is told of one manifest: beyond that the reader mends and runs again."""
 
 
 def read_manifest(text: str, origin: str) -> Manifest:
@@ -27,18 +36,61 @@ def read_manifest(text: str, origin: str) -> Manifest:
 
 def did_you_mean(value: str, allowed: Iterable[str]) -> str:
     """The end of a message about a value that is not allowed: the nearest that is, if any is."""
-    close = difflib.get_close_matches(value, list(allowed), n=1)
+    # Nothing that is allowed is nearly as long as what a broken file can hold.
+    close = difflib.get_close_matches(value[:64], list(allowed), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _compose(text: str, origin: str) -> Node | None:
-    """The YAML nodes of the one document; nothing is constructed, so aliases cannot explode."""
+    """The YAML nodes of the one document; nothing is constructed, and nodes are bounded."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.composer import Composer
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.events import AliasEvent, CollectionStartEvent, ScalarEvent
+
+    class _RefusedError(MarkedYAMLError):
+        """YAML that a manifest does not use, with its place."""
+
+    class _Bounded(Composer):
+        """Refuses before it composes: a node too many, nested too deeply, or with a second name."""
+
+        _nodes = 0
+        _level = 0
+
+        def compose_document(self) -> Any:
+            start = self.parser.peek_event()
+            if start.version is not None and tuple(start.version) != (1, 2):
+                # 1.1 reads `yes` as true and 010 as 8: the same file would mean something else.
+                version = ".".join(map(str, start.version))
+                _refuse(f"manifests are YAML 1.2, not {version}", start)
+            return super().compose_document()
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event = self.parser.peek_event()
+            if isinstance(event, AliasEvent) or event.anchor is not None:
+                _refuse("anchors and aliases are not used in manifests", event)
+            if isinstance(event, ScalarEvent | CollectionStartEvent) and event.ctag is not None:
+                _refuse(f"tags are not used in manifests: {str(event.ctag)[:80]}", event)
+            self._nodes += 1
+            self._level += 1
+            if self._nodes > MAX_NODES:
+                _refuse(f"more than {MAX_NODES} values", event)
+            if self._level > MAX_DEPTH:
+                _refuse(f"nested too deeply, at most {MAX_DEPTH} levels are read", event)
+            node = super().compose_node(parent, index)
+            self._level -= 1
+            return node
+
+    def _refuse(problem: str, event: Any) -> NoReturn:
+        raise _RefusedError(problem=problem, problem_mark=event.start_mark)
 
     yaml = YAML(typ="safe", pure=True)
+    yaml.Composer = _Bounded
     try:
         node: Node | None = yaml.compose(text)
+    except _RefusedError as error:
+        line = error.problem_mark.line + 1
+        raise ManifestError(f"{origin}:{line}: {error.problem}", hint=_HINT) from error
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
@@ -46,8 +98,6 @@ def _compose(text: str, origin: str) -> Node | None:
         raise ManifestError(f"{origin}:{line}: not valid YAML: {problem}") from error
     except YAMLError as error:
         raise ManifestError(f"{origin}:1: not valid YAML: {error}") from error
-    except RecursionError as error:
-        raise ManifestError(f"{origin}:1: nested too deeply") from error
     except (
         ArithmeticError,
         AssertionError,
@@ -62,6 +112,8 @@ def _compose(text: str, origin: str) -> Node | None:
 
 
 _T = TypeVar("_T")
+
+_HINT = "llbf16-aot schema prints what is allowed"
 
 _RANGE = re.compile(r"([0-9]{1,6})\s*-\s*([0-9]{1,6})")
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -85,7 +137,16 @@ class _Reader:
 
     def __init__(self, origin: str) -> None:
         self._origin = origin
-        self._wrong: list[tuple[int, str]] = []
+        self._wrong: dict[tuple[int, str], None] = {}
+        self._count = 0
+        self._optional: dict[str, Callable[[Node, str], object]] = {
+            "tokens": self._tokens,
+            "x_dtype": self._operand,
+            "weight_dtype": self._operand,
+            "out_dtype": self._out_dtypes,
+            "pdl": self._pdl,
+            "tuning": self._tuning,
+        }
 
     def manifest(self, root: Node | None) -> Manifest:
         if root is None:
@@ -103,6 +164,9 @@ class _Reader:
         targets = self._field(top, "targets", self._targets, no_targets)
         defaults: dict[str, Node] = {}
         defaults = self._field(top, "defaults", self._defaults, defaults)
+        for field, read in self._optional.items():
+            # Here too, and not by routers alone: each of them may have a field of its own instead.
+            self._field(defaults, field, read, None)
         nodes: list[Node] = []
         nodes = self._field(top, "routers", self._router_nodes, nodes)
         routers: dict[Router, None] = {}
@@ -128,11 +192,11 @@ class _Reader:
         return members
 
     def _router(self, node: Node, defaults: dict[str, Node]) -> Router | None:
-        before = len(self._wrong)
+        before = self._count
         try:
             own = self._mapping(node, "a router", _ROUTER, inside="a router")
         except _Wrong as wrong:
-            self._wrong.append((wrong.line, str(wrong)))
+            self._add(wrong.line, str(wrong))
             return None
         for field in ("model", "hidden", "experts"):
             if field not in own:
@@ -151,7 +215,7 @@ class _Reader:
             pdl=self._field(fields, "pdl", self._pdl, (True, False)),
             tuning=self._field(fields, "tuning", self._tuning, "default"),
         )
-        return router if len(self._wrong) == before else None
+        return router if self._count == before else None
 
     # One method a kind of value: each returns it, or raises _Wrong with what is allowed.
 
@@ -208,6 +272,11 @@ class _Reader:
         members = self._one_or_list(node, field)
         if not members:
             raise _Wrong(node, f"{field} is empty, must be {allowed}")
+        if len(members) > MAX_TOKENS:
+            # Every router reads the defaults' list again: its length must not multiply.
+            raise _Wrong(
+                node, f"{field} lists {len(members)} entries, at most {MAX_TOKENS} are read"
+            )
         for member in members:
             value = _scalar(member)
             match = _RANGE.fullmatch(value or "") if _kind(member) == "text" else None
@@ -237,9 +306,9 @@ class _Reader:
         return tuple(dtypes)
 
     def _pdl(self, node: Node, field: str) -> tuple[bool, ...]:
-        value = (_scalar(node) or "").lower()
+        value = _scalar(node) or ""
         if _kind(node) == "bool":
-            return (value == "true",)
+            return (value.lower() == "true",)
         if _kind(node) == "text" and value == "both":
             return (True, False)
         raise _Wrong(node, f"{field} is {_shown(node)}, must be true, false or both")
@@ -249,7 +318,12 @@ class _Reader:
         if value in PACKAGED_TABLES:
             return value
         if "/" in value and "\0" not in value:
-            return str((Path(self._origin).parent / Path(value).expanduser()).absolute())
+            try:
+                return str((Path(self._origin).parent / Path(value).expanduser()).absolute())
+            except RuntimeError as error:
+                raise _Wrong(
+                    node, f"{field} is {value!r}, and the home folder that it names is unknown"
+                ) from error
         raise _Wrong(
             node,
             f"{field} is {value!r}, must be default, reference or a path such as ./tuning"
@@ -321,22 +395,29 @@ class _Reader:
         try:
             return read(fields[name], name)
         except _Wrong as wrong:
-            self._wrong.append((wrong.line, str(wrong)))
+            self._add(wrong.line, str(wrong))
             return instead
 
     def _note(self, node: Node, message: str) -> None:
-        self._wrong.append((node.start_mark.line + 1, message))
+        self._add(node.start_mark.line + 1, message)
+
+    def _add(self, line: int, message: str) -> None:
+        # A wrong default is met again by every router that takes it: counted, but told once.
+        self._count += 1
+        self._wrong[line, message] = None
+        if len(self._wrong) == MAX_ERRORS:
+            self._fail(more=True)
 
     def _fail_now(self, line: int, message: str) -> NoReturn:
-        self._wrong = [(line, message)]
+        self._wrong = {(line, message): None}
         self._fail()
 
-    def _fail(self) -> NoReturn:
-        # A wrong default is met again by every router that takes it.
-        lines = dict.fromkeys(
-            f"{self._origin}:{line}: {message}" for line, message in sorted(self._wrong)
-        )
-        raise ManifestError("\n".join(lines), hint="llbf16-aot schema prints what is allowed")
+    def _fail(self, *, more: bool = False) -> NoReturn:
+        wrong = sorted(self._wrong)
+        lines = [f"{self._origin}:{line}: {message}" for line, message in wrong]
+        if more:
+            lines.append(f"{self._origin}:{wrong[-1][0]}: stopped after {MAX_ERRORS} errors")
+        raise ManifestError("\n".join(lines), hint=_HINT)
 
 
 def _kind(node: Node) -> str:

@@ -12,7 +12,9 @@ __all__ = ["json_schema"]
 def json_schema() -> dict[str, object]:
     """The JSON Schema (draft-07, which the YAML language server knows) of a manifest."""
     tokens_number = {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS}
-    tokens_range = {"type": "string", "pattern": r"^[0-9]{1,6}\s*-\s*[0-9]{1,6}$"}
+    # That a range rises is beyond a schema; that its ends are 1 to 64 is not.
+    end = f"0{{0,4}}({'|'.join(map(str, range(MAX_TOKENS, 0, -1)))})"
+    tokens_range = {"type": "string", "pattern": rf"^{end}\s*-\s*{end}$"}
     tokens_item = {"anyOf": [tokens_number, tokens_range]}
     out_dtype = {"enum": [dtype.value for dtype in DType]}
     optional: dict[str, object] = {
@@ -21,7 +23,7 @@ def json_schema() -> dict[str, object]:
             "anyOf": [
                 tokens_number,
                 tokens_range,
-                {"type": "array", "minItems": 1, "items": tokens_item},
+                {"type": "array", "minItems": 1, "maxItems": MAX_TOKENS, "items": tokens_item},
             ],
             "examples": ["1-16", 8, ["1-16", 32]],
         },
@@ -51,7 +53,11 @@ def json_schema() -> dict[str, object]:
         },
     }
     router: dict[str, object] = {
-        "model": {"description": "Name of the model, for messages.", "type": "string"},
+        "model": {
+            "description": "Name of the model, for messages.",
+            "type": "string",
+            "pattern": r"\S",
+        },
         "hidden": {
             "description": "Hidden size K.",
             "type": "integer",
@@ -80,13 +86,13 @@ def json_schema() -> dict[str, object]:
         ],
         "properties": {
             "schema": {"description": "Version of this format.", "const": MANIFEST_SCHEMA},
-            "name": {"description": "Name of the manifest.", "type": "string", "minLength": 1},
+            "name": {"description": "Name of the manifest.", "type": "string", "pattern": r"\S"},
             "targets": {
                 "description": "SM architectures to build for; none is assumed.",
                 "type": "array",
                 "minItems": 1,
                 "uniqueItems": True,
-                "items": {"type": "string", "pattern": "^sm_[1-9][0-9]{1,2}[af]$"},
+                "items": {"type": "string", "pattern": "^sm_(9[0-9]|[1-9][0-9]{2})[af]$"},
                 "examples": [["sm_90a", "sm_100a"]],
             },
             "defaults": {

@@ -22,8 +22,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import filelock
 import msgspec
 
 from .artifact import Artifact, Blob, Record
@@ -44,6 +44,9 @@ from .key import DIGEST_PATTERN
 from .location import default_root
 from .problem import Target
 from .sections import MAX_CUBIN_BYTES
+
+if TYPE_CHECKING:
+    import filelock
 
 __all__ = ["MAX_RECORD_BYTES", "Miss", "MissReason", "Store", "default_root"]
 
@@ -280,6 +283,9 @@ class Store:
                     return None
         except OSError:
             return None
+        # Here, because some releases of filelock write to the folder for temporary files on import.
+        import filelock
+
         timeout = -1.0 if timeout_s == math.inf else max(0.0, timeout_s)
         lock = filelock.FileLock(path, mode=LOCK_MODE)
         try:

@@ -65,27 +65,27 @@ def write_table(cells: Iterable[SurveyCell], origin: Origin, *, name: str, targe
 
 
 def measured_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
-    """One rule for each run of neighbouring tokens with one choice, shape by shape."""
+    """One rule for each run of neighbouring tokens with one choice, shape by shape.
+
+    A cell speaks for its own span of tokens, and for those that were left out before it.
+    """
     rules = []
     for shape, members in groupby(
         sorted(cells, key=cell_key), key=lambda cell: (cell.hidden, cell.experts)
     ):
         runs: list[list[SurveyCell]] = []
         for cell in members:
-            last = runs[-1][-1] if runs else None
-            if (
-                last is not None
-                and last.use == cell.use
-                and tokens_span(last.tokens)[1] + 1 == tokens_span(cell.tokens)[0]
-            ):
+            if runs and runs[-1][-1].use == cell.use:
                 runs[-1].append(cell)
             else:
                 runs.append([cell])
+        end = 0
         for run in runs:
+            start, end = end + 1, tokens_span(run[-1].tokens)[1]
             rules.append(
                 Rule(
                     use=run[0].use,
-                    tokens=(tokens_span(run[0].tokens)[0], tokens_span(run[-1].tokens)[1]),
+                    tokens=(start, end),
                     experts=(shape[1], shape[1]),
                     hidden=(shape[0], shape[0]),
                     measured=Figures(

@@ -28,11 +28,12 @@ from llbf16_aot.errors import (
     TargetError,
     UsageError,
 )
+from llbf16_aot.key import CompileKey
 from llbf16_aot.manifest import Manifest
 from llbf16_aot.plan import State
 from llbf16_aot.pool import CompilerPool
 from llbf16_aot.protocol import Compiled
-from llbf16_aot.report import BuildReport, Outcome
+from llbf16_aot.report import BuildReport, BuildResult, Outcome
 from llbf16_aot.store import Miss, MissReason, Store
 
 
@@ -248,7 +249,7 @@ def test_the_proof_fails_for_an_artifact_of_another_key(store: Store) -> None:
     """Catches a proof that matches digests by position or name only."""
     report = build(tiny(Deed.ANSWER), store=store)
     first, second, third = report.results
-    swapped = builder.BuildResult(first.item, Outcome.COMPILED, artifact=second.artifact)
+    swapped = BuildResult(first.item, Outcome.COMPILED, artifact=second.artifact)
     proof = BuildReport.prove(report.plan, (swapped, second, third))
     assert [row.need.problem.tokens for row in proof.gaps] == [1]
 
@@ -372,7 +373,7 @@ def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     counted: list[str] = []
     real = CompilerPool.compile
 
-    def counting(self: CompilerPool, key: builder.CompileKey) -> Compiled:
+    def counting(self: CompilerPool, key: CompileKey) -> Compiled:
         counted.append(key.digest())
         return real(self, key)
 

@@ -23,7 +23,7 @@ from llbf16_aot import builder, key
 from llbf16_aot.cli import main
 from llbf16_aot.cli.output import color_from
 from llbf16_aot.errors import StoreFullError
-from llbf16_aot.store import Store
+from llbf16_aot.store import Miss, Store
 from llbf16_aot.toolchain import builder_version
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -177,7 +177,7 @@ def damage_one(world: Path) -> str:
     store = store_of(world)
     digest = store.digests()[0]
     found = store.get(digest)
-    assert not isinstance(found, builder.Miss)
+    assert not isinstance(found, Miss)
     path = store.cubin_path(found.record)
     os.chmod(path, 0o644)
     path.write_bytes(b"x" * len(found.cubin))
@@ -418,6 +418,8 @@ def start_program(*arguments: str, **environ: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment(**environ),
+        # A runner in the background passes on an ignored SIGINT, and Python would leave it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -189,7 +189,11 @@ def test_threads_that_launch_at_once_never_share_a_parameter_buffer() -> None:
     """With one buffer for all, two threads would launch with each other's pointers."""
     driver = RecordingDriver()
     inside = threading.Barrier(8)
-    driver.before_launch = lambda: inside.wait(30) and None
+
+    def meet() -> None:
+        inside.wait(30)
+
+    driver.before_launch = meet
     launcher = Launcher(driver, Kernel(1), GOOD, Problem(5, 264, 2880))
     threads = [
         threading.Thread(target=launcher, args=(n, OPERANDS._replace(x_address=n), n))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llbf16_aot.dispatch import dispatch, load_table
 from llbf16_aot.errors import LibraryChosenError, ManifestError
 from llbf16_aot.manifest import MAX_FILE_BYTES, MAX_ROUTERS, Manifest, packaged_manifests
+from llbf16_aot.manifest_reader import MAX_ERRORS
 from llbf16_aot.manifest_schema import json_schema
 from llbf16_aot.problem import DType, Problem, Target
 
@@ -182,7 +186,38 @@ EXAMPLES = {
         "schema: 1\n\tname: x\n",
         "m.yaml:2: not valid YAML: found character '\\t' that cannot start any token",
     ),
-    "nested": ("[" * 4000, "m.yaml:1: nested too deeply"),
+    "nested": ("[" * 4000, "m.yaml:1: nested too deeply, at most 8 levels are read"),
+    "many values": ("\n[" + "1," * 7000 + "]", "m.yaml:2: more than 6000 values"),
+    "anchor": (
+        good(("one", "&a one")),
+        "m.yaml:2: anchors and aliases are not used in manifests",
+    ),
+    "tag": (
+        good(("tokens: 1-3", "tokens: 1-3\n    pdl: !!bool yes")),
+        "m.yaml:9: tags are not used in manifests: tag:yaml.org,2002:bool",
+    ),
+    "yaml 1.1": (
+        "%YAML 1.1\n---\n" + good(("tokens: 1-3", "tokens: 1-3\n    pdl: yes")),
+        "m.yaml:2: manifests are YAML 1.2, not 1.1",
+    ),
+    "pdl in capitals": (
+        good(("tokens: 1-3", "tokens: 1-3\n    pdl: BOTH")),
+        "m.yaml:9: pdl is 'BOTH', must be true, false or both",
+    ),
+    "home of nobody": (
+        good(("tokens: 1-3", "tokens: 1-3\n    tuning: ~no-such-user/tables")),
+        "m.yaml:9: tuning is '~no-such-user/tables', and the home folder that it names is unknown",
+    ),
+    "a wrong default that no router takes": (
+        good(("routers:", "defaults: {tokens: 0}\nrouters:")),
+        "m.yaml:4: tokens is 0, must be a number from 1 to 64, a range such as 1-16, or a list of "
+        "both",
+    ),
+    "tokens without end": (
+        good(("routers:", "defaults: {tokens: [" + "1," * 65 + "]}\nrouters:"))
+        + "  - {model: N, hidden: 8, experts: 1}\n",
+        "m.yaml:4: tokens lists 65 entries, at most 64 are read",
+    ),
 }
 
 
@@ -209,6 +244,7 @@ def test_says_what_is_wrong_where_and_what_is_allowed(name: str) -> None:
         "schema: 1\0",
         '"\\xZZ": 1\n',
         "- &a\n- *b\n",
+        "- &a x\n- &a y\n",
         "!!binary x",
         'a: "\\UFFFFFFFF"\n',
         "2001-01-01: x\n",
@@ -236,10 +272,22 @@ def test_files_that_are_no_text_are_refused_without_hanging(tmp_path: Path) -> N
         (large, "larger than"),
         (tmp_path / "absent.yaml", "No such file"),
         (Path("nul\0.yaml"), ""),
+        (Path("n" * 5000), "no such file"),
+        (Path("folder") / ("n" * 5000), "File name too long"),
     ):
         with pytest.raises(ManifestError) as caught:
             Manifest.load(path)
         assert part in caught.value.message
+        assert re.match(rf"{re.escape(str(path))}:[1-9][0-9]*: ", caught.value.message)
+
+
+def test_a_message_ends_after_twenty_errors() -> None:
+    """64 KiB of unknown fields made a message of a megabyte, and took over a second."""
+    with pytest.raises(ManifestError) as caught:
+        parse(GOOD + "".join(f"field_{i}: 1\n" for i in range(2000)))
+    lines = caught.value.message.splitlines()
+    assert len(lines) == MAX_ERRORS + 1
+    assert lines[-1] == f"m.yaml:{8 + MAX_ERRORS}: stopped after {MAX_ERRORS} errors"
 
 
 def test_too_many_routers_are_refused() -> None:
@@ -267,9 +315,9 @@ def routers(draw: st.DrawFn) -> tuple[str, list[Problem]]:
     dtypes = draw(st.lists(st.sampled_from(list(DType)), min_size=1, unique=True))
     pdl = draw(st.sampled_from([("true", (True,)), ("false", (False,)), ("both", (True, False))]))
     text = good(
-        ("4096", str(hidden)),
-        ("256", str(experts)),
-        ("1-3", str(sorted(tokens, reverse=draw(st.booleans())))),
+        ("hidden: 4096", f"hidden: {hidden}"),
+        ("experts: 256", f"experts: {experts}"),
+        ("tokens: 1-3", f"tokens: {sorted(tokens, reverse=draw(st.booleans()))}"),
     )
     text += f"    pdl: {pdl[0]}\n    out_dtype: [{', '.join(d.value for d in dtypes)}]\n"
     return text, [
@@ -280,6 +328,7 @@ def routers(draw: st.DrawFn) -> tuple[str, list[Problem]]:
     ]
 
 
+@settings(deadline=None)
 @given(routers())
 def test_a_manifest_is_exactly_its_problems(generated: tuple[str, list[Problem]]) -> None:
     """A lost or doubled problem is a miss in service, or work for nothing."""
@@ -348,16 +397,97 @@ class TestPackagedManifests:
                         continue
 
 
+BEYOND_SCHEMA = (
+    "empty", "syntax", "tab", "nested", "many values", "anchor", "tag", "yaml 1.1", "field twice",
+    "router twice", "home of nobody",
+)  # fmt: skip
+
+FIELDS: dict[str, tuple[object, ...]] = {
+    "model": ("M", "", " ", 7, None),
+    "hidden": (4096, 8, 1 << 20, (1 << 20) + 8, 0, -8, 12, "4096", True, None, [8], 8.5),
+    "experts": (1, 65_536, 65_537, 0, -1, "8", False, None, {}, 1.5),
+    "tokens": (1, 64, "1-16", "2 - 64", [1, "3-4"], [], 0, 65, "1-65", "0-3", "8", "1-", True,
+               None, [[1]], {"a": 1}, [1, True], [1] * 64, [1] * 65),
+    "x_dtype": ("bf16", "fp16", ["bf16"], None),
+    "weight_dtype": ("bf16", "fp32", True),
+    "out_dtype": ("fp32", ["bf16", "fp16"], [], ["fp32", "fp32"], "fp8", None, [None]),
+    "pdl": (True, False, "both", "BOTH", "true", 1, None, [True]),
+    "tuning": ("default", "reference", "./tables", "/a/b.json", "refrence", "", 1, None),
+    "hiden": (1,),
+}  # fmt: skip
+
+
+TOP_FIELDS: dict[str, tuple[object, ...]] = {
+    "schema": (1, 2, 0, "1", True, None, [1]),
+    "name": ("a", "", " ", 1, None, ["a"]),
+    "targets": (["sm_100a", "sm_103f"], ["sm_900a"], [], "sm_90a", ["sm_90"], ["sm_80a"], None,
+                ["sm_90a", "sm_90a"], [90], ["sm_090a"], {"sm_90a": 1}),
+    "defaults": ({}, None, [], {"hidden": 8}, "tokens"),
+    "routers": ([], None, {}, [[]], [None]),
+    "router": ([],),
+}  # fmt: skip
+
+
+def _one_change_each() -> Iterator[dict[str, object]]:
+    """Manifests that are right but for one value, in a router, in the defaults, or at the top."""
+
+    def base() -> dict[str, object]:
+        return {
+            "schema": 1,
+            "name": "one",
+            "targets": ["sm_90a"],
+            "defaults": {"pdl": True},
+            "routers": [{"model": "M", "hidden": 8, "experts": 1, "tokens": "1-16"}],
+        }
+
+    for field, values in FIELDS.items():
+        for value in values:
+            yield {**base(), "routers": [{**base()["routers"][0], field: value}]}  # type: ignore[index]
+            yield {**base(), "defaults": {field: value}}
+    for field in ("model", "hidden", "experts", "tokens"):
+        router = {k: v for k, v in base()["routers"][0].items() if k != field}  # type: ignore[index]
+        yield {**base(), "routers": [router]}
+        yield {**base(), "routers": [router], "defaults": {"tokens": 8}}
+    for field, values in TOP_FIELDS.items():
+        for value in values:
+            yield {**base(), field: value}
+        yield {k: v for k, v in base().items() if k != field}
+
+
+def test_reader_and_schema_accept_the_same_manifests() -> None:
+    """An editor that is content with what `build` refuses, or the reverse, misleads its user."""
+    schema = jsonschema.Draft7Validator(json_schema())
+    seen = []
+    for manifest in _one_change_each():
+        text = json.dumps(manifest)
+        try:
+            parse(text)
+        except ManifestError as error:
+            accepted, why = False, error.message
+        else:
+            accepted, why = True, ""
+        assert schema.is_valid(manifest) == accepted, (text, why)
+        seen.append(accepted)
+    assert seen.count(True) > 30
+    assert seen.count(False) > 90
+
+
+def test_the_schema_file_beside_the_manifests_is_what_the_command_prints() -> None:
+    """The first line of every manifest names this file: absent or old, editors mark good fields."""
+    path = Path(__file__).parents[2] / "manifests" / "llbf16-aot.schema.json"
+    assert json.loads(path.read_text()) == json_schema()
+
+
 def test_the_schema_refuses_what_the_reader_refuses() -> None:
     """Negative control: a schema that accepts everything would pass the tests above."""
     schema = json_schema()
     refused = 0
     for name, (text, _) in EXAMPLES.items():
-        if name in ("empty", "syntax", "tab", "nested", "field twice", "router twice"):
+        if name in BEYOND_SCHEMA:
             continue  # no YAML, or nothing that a schema can say
         refused += 1
         # An editor reads 4096.0 as the whole number that JSON Schema says it is.
-        if name in ("float for a number", "tokens above the largest", "tokens backwards"):
+        if name in ("float for a number", "tokens backwards"):
             continue
         accepted = jsonschema.Draft7Validator(schema).is_valid(_plain(text))
         assert not accepted, name
