@@ -13,6 +13,7 @@ import msgspec
 
 from .dispatch import Origin, Table, dispatch
 from .errors import AotError, LibraryChosenError, NotFoundError, UsageError
+from .files import read_regular
 from .problem import Problem
 from .survey import LIBRARY_TEXT, tile_text
 from .timing import REPLAYS, ROUNDS, Bench, Call, Lab, Sample, Way, middle
@@ -26,6 +27,8 @@ __all__ = [
     "read_anchors",
     "summarize",
 ]
+
+MAX_ANCHORS_BYTES = 16 << 20
 
 NEAR_FLOOR = 1.15
 """Cells within this factor of the floor are not held against published kernels."""
@@ -242,7 +245,8 @@ def read_anchors(path: Path) -> tuple[Anchor, ...]:
     """Published figures from a file; raises UsageError naming file and field."""
     way = Way.AFTER_PRODUCER.value
     try:
-        cells = msgspec.json.decode(path.read_bytes(), type=_AnchorFile).cells
+        data = read_regular(path, limit_bytes=MAX_ANCHORS_BYTES)
+        cells = msgspec.json.decode(data, type=_AnchorFile).cells
         found = tuple(
             Anchor(c.K, c.N, c.M, c.cublas_us[way], c.reference_best_us[way]) for c in cells
         )

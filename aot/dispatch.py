@@ -19,6 +19,7 @@ from .errors import (
     TuningTableError,
     UnsupportedProblemError,
 )
+from .files import read_regular
 from .key import CompileKey, check_target
 from .problem import DType, Problem, Target
 
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 TABLE_SCHEMA = 1
+
+MAX_TABLE_BYTES = 16 << 20
 
 PACKAGED_TABLES = ("default", "reference")
 """Tables that come with the package: ours, and the published dispatch rule."""
@@ -144,7 +147,8 @@ def _table_path(name: str, target: Target) -> Path:
 @lru_cache(maxsize=64)
 def _load_table(path: str) -> Table:
     try:
-        table = msgspec.json.decode(Path(path).read_bytes(), type=Table)
+        data = read_regular(path, limit_bytes=MAX_TABLE_BYTES)
+        table = msgspec.json.decode(data, type=Table)
     except OSError as error:
         raise TuningTableError(f"{path}: cannot read the tuning table: {error.strerror}") from error
     except msgspec.MsgspecError as error:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 from .errors import DamagedEntryError, UntrustedStoreError
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "Directory", "command", "shown"]
+__all__ = ["DIRECTORY_MODE", "FILE_MODE", "Directory", "command", "read_regular", "shown"]
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o444
@@ -41,6 +41,25 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def shown(path: str | os.PathLike[str]) -> str:
     r"""A path as text that every stream and JSON can carry: bytes outside UTF-8 become `\xff`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def read_regular(path: str | os.PathLike[str], *, limit_bytes: int) -> bytes:
+    """The bytes of a regular file that a user names; links are followed, nothing is waited for.
+
+    Raises OSError for what cannot be read, is no regular file (a FIFO would wait for a writer, a
+    device may never end) or is larger than the limit; ValueError where the path holds a NUL.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(limit_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > limit_bytes:
+        raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes")
+    return data
 
 
 def command(*words: str) -> str:

@@ -7,7 +7,6 @@ what is allowed, all of it at once.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from .errors import ManifestError
+from .files import read_regular
 from .problem import ALIGNMENT_BYTES, DType, Problem, Target
 
 __all__ = [
@@ -118,28 +118,15 @@ def _folder() -> Path:
 
 
 def _read(path: Path) -> str:
-    """The text of a regular file of bounded size; a FIFO or a device is refused, not waited for."""
+    """The text of a regular file of bounded size."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        data = read_regular(path, limit_bytes=MAX_FILE_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ManifestError(
             f"{path}:1: cannot read the manifest: {reason}",
             hint=f"name a file, or one of {', '.join(packaged_manifests())}",
         ) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ManifestError(
-            f"{path}:1: cannot read the manifest: not a regular file",
-            hint=f"name a file, or one of {', '.join(packaged_manifests())}",
-        )
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ManifestError(
-            f"{path}:1: the manifest is larger than {MAX_FILE_BYTES} bytes",
-            hint="split it: build takes several manifests",
-        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

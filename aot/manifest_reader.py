@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .dispatch import PACKAGED_TABLES
-from .errors import AotError, ManifestError
+from .errors import AotError, ManifestError, TargetError
 from .key import check_target
 from .manifest import MANIFEST_SCHEMA, MAX_ROUTERS, Manifest, Router
 from .problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, VECTOR_ELEMENTS, DType, Target
+from .toolchain import KNOWN_TARGETS
 
 if TYPE_CHECKING:
     from ruamel.yaml.nodes import Node
@@ -243,6 +244,11 @@ class _Reader:
             try:
                 target = Target.parse(text)
                 check_target(target)
+                if text not in KNOWN_TARGETS:
+                    raise TargetError(
+                        f"target {text} is unknown to the compiler; supported are "
+                        f"{', '.join(KNOWN_TARGETS)}"
+                    )
             except AotError as error:
                 raise _Wrong(
                     member, f"{field}: {error.message}" + (f" ({error.hint})" if error.hint else "")

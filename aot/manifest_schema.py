@@ -5,6 +5,7 @@ from __future__ import annotations
 from .dispatch import PACKAGED_TABLES
 from .manifest import MANIFEST_SCHEMA, MAX_ROUTERS
 from .problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, VECTOR_ELEMENTS, DType
+from .toolchain import KNOWN_TARGETS
 
 __all__ = ["json_schema"]
 
@@ -92,7 +93,7 @@ def json_schema() -> dict[str, object]:
                 "type": "array",
                 "minItems": 1,
                 "uniqueItems": True,
-                "items": {"type": "string", "pattern": "^sm_(9[0-9]|[1-9][0-9]{2})[af]$"},
+                "items": {"enum": list(KNOWN_TARGETS)},
                 "examples": [["sm_90a", "sm_100a"]],
             },
             "defaults": {

@@ -10,6 +10,7 @@ import msgspec
 from .backends import Tile, backend_name
 from .dispatch import LibraryTile, Origin
 from .errors import UsageError
+from .files import read_regular
 
 __all__ = [
     "LIBRARY_TEXT",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 SURVEY_SCHEMA = 1
+
+MAX_SURVEY_BYTES = 256 << 20
 
 LIBRARY_TEXT = "library"
 
@@ -142,7 +145,7 @@ def tile_text(tile: Tile | LibraryTile) -> str:
 def read_survey(path: Path) -> Survey:
     """The survey of a file; raises UsageError naming file and field."""
     try:
-        survey = msgspec.json.decode(path.read_bytes(), type=Survey)
+        survey = msgspec.json.decode(read_regular(path, limit_bytes=MAX_SURVEY_BYTES), type=Survey)
     except OSError as error:
         raise UsageError(f"{path}: cannot read the report: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

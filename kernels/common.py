@@ -39,7 +39,7 @@ ELEMENT_TYPES: dict[DType, Any] = {
 """CuTe DSL's type for each element type."""
 
 # Weights are read once by one block: they need no place in L1, and the next lines are wanted too.
-# Not `.nc`: ptxas (13.4) moves non-coherent loads past griddepcontrol.wait to save registers, and
+# Not `.nc`: ptxas (12.9) moves non-coherent loads past griddepcontrol.wait to save registers, and
 # the head start on the kernel ahead is lost.
 _LOAD_WEIGHT = "ld.global.L1::no_allocate.L2::128B.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
 

@@ -129,7 +129,7 @@ def test_neighbouring_tokens_with_one_tile_share_a_rule_with_their_figures() -> 
         cell(7168, 256, 32, other, us=2.6),
     ]
     rules = [rule for rule in table_of(cells).rules if rule.measured is not None]
-    assert [rule.tokens for rule in rules] == [(1, 2), (4, 4), (17, 32)]
+    assert [rule.tokens for rule in rules] == [(1, 4), (5, 32)]
     figures = rules[0].measured
     assert figures is not None
     assert (figures.us, figures.cublas_us, figures.spread_us) == ((1.5, 1.7), (7.0, 7.2), 0.01)

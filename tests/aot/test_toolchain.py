@@ -9,9 +9,14 @@ from importlib import metadata
 
 import pytest
 from llbf16_aot import toolchain as module
+from llbf16_aot.backends import ProbeConfig
+from llbf16_aot.elf import read_cubin
+from llbf16_aot.errors import CompileError
 from llbf16_aot.key import check_target
+from llbf16_aot.pool import CompilerPool
 from llbf16_aot.problem import Target
 from llbf16_aot.toolchain import COMPILER, KNOWN_TARGETS, toolchain
+from support import key_for
 
 
 @pytest.fixture
@@ -57,16 +62,25 @@ def test_asking_for_the_toolchain_imports_no_compiler() -> None:
 
 
 @pytest.mark.compiler
-def test_the_known_targets_are_those_of_the_installed_compiler() -> None:
-    """Catches a list that an upgrade of the compiler made wrong."""
+def test_the_known_targets_are_those_that_the_installed_compiler_compiles() -> None:
+    """Catches a list that an upgrade made wrong, and a target that only the DSL has heard of."""
     code = "from cutlass.base_dsl.enums import Arch; print(*(a.name for a in Arch))"
     names = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()
+    versions = toolchain()
+    assert versions is not None
     usable = []
-    for name in names:
-        target = Target.parse(name)
-        if target.major >= 9 and target.suffix:
+    with CompilerPool(jobs=1, version=versions[COMPILER], limit_s=120.0) as pool:
+        for name in names:
+            target = Target.parse(name)
+            if target.major < 9 or not target.suffix:
+                continue
             check_target(target)
+            try:
+                compiled = pool.compile(key_for(ProbeConfig("empty"), target=name))
+            except CompileError:
+                continue
+            assert read_cubin(compiled.cubin).target == target
             usable.append(name)
     assert set(KNOWN_TARGETS) == set(usable)
