@@ -57,6 +57,7 @@ __all__ = [
     "build",
     "execute",
     "plan_build",
+    "rehearse",
 ]
 
 _log = logging.getLogger(__name__)
@@ -256,11 +257,13 @@ def execute(
     """Do what the plan says, and prove the coverage.
 
     The report holds every artifact, those that the store would not take too; its `check` raises
-    what went wrong with single ones. A key that fails stops no other. Raises CompilerMissingError
-    where something must be compiled and no compiler is installed, and UntrustedStoreError. `jobs`
+    what went wrong with single ones. A key that fails stops no other. Raises UsageError for `jobs` below
+    1 and for variables that make no sense, CompilerMissingError where something must be compiled
+    and no compiler is installed, UntrustedStoreError, and what `on_event` raises. `jobs`
     defaults to LLBF16_AOT_JOBS, else one process for each core, `limit_s` to
     LLBF16_AOT_COMPILE_TIMEOUT_S; `command` is the program of a compiler process.
     """
+    _check_jobs(jobs)
     results: dict[str, BuildResult] = {}
     work = list(plan.work)
     for item in plan.items:
@@ -288,7 +291,7 @@ def execute(
 
 def build(
     *manifests: Manifest | str | Path,
-    store: Store | Path | None = None,
+    store: Store | Path | str | None = None,
     targets: Iterable[Target | str] = (),
     jobs: int | None = None,
     force: bool = False,
@@ -297,29 +300,50 @@ def build(
 ) -> BuildReport:
     """Build all that the manifests need into a store, by default the user's.
 
-    A manifest may be given by its path or, if it comes with the package, its name. With `dry_run`
-    nothing is compiled and the outcomes are what would be. Raises CompileError or CoverageError
-    where an artifact could not be built. Artifacts that could be built but not stored raise
-    nothing: they are in the report, and in its `unpublished`.
+    A manifest may be given by its path or, if it comes with the package, its name. `store` is a
+    Store or its absolute path; without one, LLBF16_AOT_STORE or the user's cache. `targets`, as
+    `sm_90a`, take the place of the manifests' own. At most `jobs` compiler processes run at once,
+    by default LLBF16_AOT_JOBS, else one for each core. `force` compiles what the store has and is
+    up to date, too. `on_event` is called in this thread with each Event; what it raises ends the
+    build. With `dry_run` nothing is compiled, no event comes, and the outcomes are what would be.
+
+    Raises, before anything is compiled: UsageError for `jobs` below 1, no manifest, a store path
+    that is not absolute or variables that make no sense, and its subclasses ManifestError,
+    TargetError and TuningTableError; StoreError where nothing says where the store is;
+    CompilerMissingError where something must be compiled and no compiler is installed. Raises
+    UntrustedStoreError where others could change the store. After the build, raises CompileError
+    where an artifact could not be built, else CoverageError (in a dry run, too) where a problem has
+    none. Artifacts that could be built but not stored raise nothing: they are in the report, and in
+    its `unpublished`.
     """
     from .manifest import Manifest
 
-    if store is None or isinstance(store, Path):
-        store = Store(Environment().store_location(store).root)
+    _check_jobs(jobs)
+    if not isinstance(store, Store):
+        explicit = None if store is None else Path(store)
+        store = Store(Environment().store_location(explicit).root)
     loaded = (m if isinstance(m, Manifest) else Manifest.load(m) for m in manifests)
     plan = plan_build(*loaded, store=store, targets=targets, force=force)
     if dry_run:
-        report = BuildReport.prove(
-            plan,
-            tuple(
-                BuildResult(item, Outcome.PLANNED) if item.compile else _kept(store, item)
-                for item in plan.items
-            ),
-        )
+        report = rehearse(plan, store=store)
     else:
         report = execute(plan, store=store, jobs=jobs, on_event=on_event)
     report.check_coverage()
     return report
+
+
+def rehearse(plan: BuildPlan, *, store: Store) -> BuildReport:
+    """The report of a build in which every compilation works: compiles nothing, proves coverage.
+
+    Raises UntrustedStoreError.
+    """
+    return BuildReport.prove(
+        plan,
+        tuple(
+            BuildResult(item, Outcome.PLANNED) if item.compile else _kept(store, item)
+            for item in plan.items
+        ),
+    )
 
 
 def _kept(store: Store, item: PlanItem) -> BuildResult:
@@ -333,9 +357,12 @@ def _ignore(event: Event) -> None:
     del event
 
 
-def _job_count(jobs: int | None, keys: int) -> int:
+def _check_jobs(jobs: int | None) -> None:
     if jobs is not None and jobs < 1:
         raise UsageError(f"jobs is {jobs}, must be at least 1")
+
+
+def _job_count(jobs: int | None, keys: int) -> int:
     wanted = jobs or Environment().jobs or len(os.sched_getaffinity(0))
     return max(1, min(wanted, keys))
 

@@ -186,6 +186,9 @@ def _tuning(name: str) -> Finding:
         tables = {load_table(name, Target.parse(target)).name for target in KNOWN_TARGETS}
     except AotError as error:
         return Finding("settings", "tuning table", name, error.message, Status.BROKEN, error.hint)
+    except OSError as error:
+        text = f"cannot be looked at: {error.strerror}"
+        return Finding("settings", "tuning table", name, text, Status.BROKEN)
     return Finding("settings", "tuning table", name, ", ".join(sorted(tables)))
 
 
@@ -202,7 +205,7 @@ def _store(store_path: Path | None, environment: Environment) -> Iterator[Findin
     yield Finding(section, "path", str(root), f"{root} (from {location.origin})")
     yield from _folder(root)
     yield from _file_system(root)
-    if root.is_dir():
+    if os.path.isdir(root):  # unlike Path.is_dir, False where the path is too long
         yield from _entries(Store(root))
 
 
@@ -236,7 +239,8 @@ def _folder(root: Path) -> Iterator[Finding]:
 def _file_system(root: Path) -> Iterator[Finding]:
     section = "store"
     base = Path(os.path.realpath(root))
-    while not base.exists() and base != base.parent:
+    # Unlike Path.exists, os.path.exists says False of a path that is too long.
+    while not os.path.exists(base) and base != base.parent:
         base = base.parent
     try:
         mount = find_mount(base, Path("/proc/self/mountinfo").read_text(errors="surrogateescape"))

@@ -88,7 +88,7 @@ class Environment:
     def store_location(self, explicit: Path | None = None) -> StoreLocation:
         """The store's root: what was asked for, else LLBF16_AOT_STORE, else the user's cache.
 
-        Raises StoreError where none of them gives a path.
+        Raises UsageError for a path that is not absolute, StoreError where none of them gives one.
         """
         from .store import default_root
 

@@ -19,6 +19,7 @@ from .errors import (
     TargetError,
     UnsupportedProblemError,
 )
+from .files import command
 from .key import CompileKey
 from .launch import LaunchRecord
 from .launcher import Launcher, check_record
@@ -112,7 +113,7 @@ class Loader:
         build = (
             f"list hidden {problem.hidden}, experts {problem.experts}, tokens {problem.tokens} in "
             f"a manifest and run: llbf16-aot build MANIFEST --target {key.target} "
-            f"--store {self._store.root}"
+            f"{command('--store', str(self._store.root))}"
         )
         try:
             loaded = self._loaded.get(digest)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import StoreError, UntrustedStoreError
+from .errors import StoreError, UntrustedStoreError, UsageError
 from .files import command, shown
 
 __all__ = ["default_root"]
@@ -17,8 +17,8 @@ def default_root(explicit: Path | None, environ: Mapping[str, str]) -> Path:
 
     The user's cache is `$XDG_CACHE_HOME/llbf16-aot`, else `~/.cache/llbf16-aot`: the directory that
     platformdirs names, found in `environ` instead of the process's own environment. Raises
-    StoreError where that gives no absolute path: the store is never in the working directory or in
-    /tmp unless somebody says so.
+    UsageError where a path that was asked for is not absolute, and StoreError where no home folder
+    is known: the store is never in the working directory or in /tmp unless somebody says so.
     """
     if explicit is not None:
         return _absolute(os.fspath(explicit), "the store path", environ)
@@ -50,7 +50,7 @@ def _absolute(text: str, origin: str, environ: Mapping[str, str]) -> Path:
     elif text.startswith("~"):
         path = os.path.expanduser(text)
     if not path.startswith("/"):
-        raise StoreError(
+        raise UsageError(
             f"{origin} is {shown(text)!r}, must be an absolute path",
             hint=f"write {command(os.path.normpath(os.path.join(os.getcwd(), text)))}",
         )

@@ -74,8 +74,9 @@ class Runtime:
     Trouble with the trust in a store (UntrustedStoreError) and with the tuning table
     (TuningTableError) is always raised.
 
-    Raises StoreError where no store is given and the environment names none, ValueError for another
-    `on_miss`.
+    Raises StoreError where no store is given and the environment names none, UsageError for a store
+    path that is not absolute, ValueError for another `on_miss`, TypeError for a `pdl` that is no
+    bool.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ class Store:
         if "\0" in text:
             raise UsageError(f"store path {text!r} contains a NUL character")
         if not root.is_absolute():
-            raise StoreError(
+            raise UsageError(
                 f"store path {shown(root)} is not absolute",
                 hint=f"write {command(os.path.join(os.getcwd(), text))}",
             )

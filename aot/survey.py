@@ -10,6 +10,7 @@ import msgspec
 from .backends import Tile, backend_name
 from .dispatch import LibraryTile, Origin
 from .errors import UsageError
+from .outfile import write_whole
 from .files import read_regular
 
 __all__ = [
@@ -158,16 +159,13 @@ def read_survey(path: Path) -> Survey:
 
 
 def write_survey(survey: Survey, path: Path) -> None:
-    """Write a survey, one cell a line, whole or not at all."""
+    """Write a survey, one cell a line, whole or not at all; raises UsageError naming the file."""
     head = msgspec.json.encode(survey.header).decode()
     cells = ",\n".join(
         msgspec.json.encode(cell).decode() for cell in sorted(survey.cells, key=cell_key)
     )
     text = f'{{"schema":{survey.schema},\n"header":{head},\n"cells":[\n{cells}\n]}}\n'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, text)
 
 
 def _full_us(trial: SurveyTrial) -> float:

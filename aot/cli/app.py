@@ -144,6 +144,10 @@ def _main(given: list[str], output: Output) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
+        lost = _lost_output(error)
+        if lost is not None:
+            output.error(output.lost(lost))
+            return 1
         if output.verbosity:
             traceback.print_exc()
         output.error(
@@ -154,6 +158,20 @@ def _main(given: list[str], output: Output) -> int:
         )
         return 1
     return 0
+
+
+def _lost_output(error: Exception) -> OSError | None:
+    """The error, if click met it when it printed help or version.
+
+    What could not be written is in the buffer still, so that writing it fails once more: that tells
+    it from an error of any other file.
+    """
+    if isinstance(error, OSError) and sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError as again:
+            return again
+    return None
 
 
 def _run(given: list[str], output: Output) -> None:

@@ -82,8 +82,10 @@ def bench_command(
     from ..bench import BenchReport, bench_cell, read_anchors, summarize
     from ..dispatch import load_table
     from ..environment import Environment
+    from ..errors import AotError
     from ..manifest import Manifest
     from ..measure import GpuLab
+    from ..outfile import check_writable, write_whole
     from ..plot import plot
     from ..store import Store
     from ..timing import Way
@@ -91,6 +93,9 @@ def bench_command(
 
     anchors = () if anchors_path is None else read_anchors(anchors_path)
     problems = _problems((Manifest.load(name) for name in manifests), tokens, tuning)
+    for path in (json_path, svg_path):
+        if path is not None:
+            check_writable(path)
     lab = GpuLab(Store(Environment().store_location(store_path).root))
     header = header_of(lab)
     ways = [way for way, wanted in ((Way.COLD, cold), (Way.HOT, hot)) if wanted]
@@ -123,11 +128,15 @@ def bench_command(
         summary=summarize(cells, anchors),
         cells=tuple(cells),
     )
-    if json_path is not None:
-        _write(json_path, report.encode())
-    if svg_path is not None:
-        title = f"Router kernels on {header.origin.device}, {header.origin.date}"
-        _write(svg_path, plot(cells, title=title, anchors=anchors))
+    try:
+        if json_path is not None:
+            write_whole(json_path, report.encode())
+        if svg_path is not None:
+            title = f"Router kernels on {header.origin.device}, {header.origin.date}"
+            write_whole(svg_path, plot(cells, title=title, anchors=anchors))
+    except AotError as error:
+        # What was measured is shown all the same.
+        output.fail(error, report.to_data(), _text(report))
     output.result(report.to_data(), _text(report))
 
 
@@ -146,11 +155,6 @@ def _problems(
                         Problem(count, router.experts, router.hidden), tuning or router.tuning
                     )
     return found
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 def _text(report: BenchReport) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +88,8 @@ def build_command(
     a table of every router, number of tokens and target with the artifact that serves it; a gap
     fails it. Needs no GPU.
     """
-    from ..builder import execute
+    from ..builder import execute, rehearse
+    from ..errors import AotError
 
     loaded, store, plan = _plan(
         manifests, targets=targets, store_path=store_path, force=force, candidates=candidates
@@ -95,6 +97,10 @@ def build_command(
     if not candidates:
         _warn_of_other_tuning(output, loaded)
     if dry_run:
+        try:
+            rehearse(plan, store=store).check_coverage()
+        except AotError as error:
+            output.fail(error, plan.to_data(), str(plan))
         output.result(plan.to_data(), str(plan))
         return
     progress = _Progress(len(plan.work), shown=output.shows_progress and not no_progress)
@@ -102,8 +108,6 @@ def build_command(
         report = execute(plan, store=store, jobs=jobs, on_event=progress)
     finally:
         progress.clear()
-    from ..errors import AotError
-
     for result in report.refused if candidates else ():
         reason = "" if result.error is None else result.error.message
         output.note(f"no candidate: {result.item.key}: {reason}")
@@ -178,11 +182,20 @@ def _warn_of_other_tuning(output: Output, manifests: tuple[Manifest, ...]) -> No
 
     wanted = Environment().tuning
     used = {router.tuning for manifest in manifests for router in manifest.routers}
-    if wanted is not None and used != {wanted}:
+    others = sorted(name for name in used if _table_name(name) != _table_name(wanted or "default"))
+    if others:
+        follows = "the default" if wanted is None else f"{wanted}, as LLBF16_AOT_TUNING says"
         output.warn(
-            f"LLBF16_AOT_TUNING is {wanted}, which the runtime follows; this build follows the "
-            f"manifests, which name {', '.join(sorted(used))}"
+            f"the manifests name the tuning table {', '.join(others)}; a runtime that is not told "
+            f"otherwise follows {follows}, and may look for kernels that this build does not make"
         )
+
+
+def _table_name(name: str) -> str:
+    """A tuning table's name in the one form in which two can be compared."""
+    from ..dispatch import PACKAGED_TABLES
+
+    return name if name in PACKAGED_TABLES else os.path.abspath(name)
 
 
 class _Progress:

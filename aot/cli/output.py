@@ -37,6 +37,7 @@ class Output:
         self.verbosity = 0
         self.color = color_from(os.environ)
         self._printed = False
+        self._broken = False
 
     def result(self, data: Mapping[str, object], text: str) -> None:
         """Print a command's data, in the form that was asked for."""
@@ -47,10 +48,11 @@ class Output:
 
     def fail(self, error: AotError, data: Mapping[str, object], text: str) -> NoReturn:
         """Print what a command found although it failed, and raise the error."""
-        if self.json:
-            self._print_json({**data, "error": error_data(error)})
-        elif text:
-            self._print(text)
+        try:
+            self.result({**data, "error": error_data(error)} if self.json else data, text)
+        except AotError as lost:
+            # Told besides: the command's own failure decides on the exit code.
+            self.error(lost)
         raise error
 
     def note(self, text: str) -> None:
@@ -63,11 +65,17 @@ class Output:
         self.note(f"{click.style('warning:', fg='yellow', bold=True)} {text}")
 
     def error(self, error: AotError) -> None:
-        """Tell what went wrong: on stderr as text, or on stdout as the run's one JSON object."""
-        if self.json:
-            if not self._printed:
-                self._print_json({"error": error_data(error)})
-            return
+        """Tell what went wrong: on stderr as text, or on stdout as the run's one JSON object.
+
+        Where standard output cannot be written, on stderr whatever was asked for.
+        """
+        if self.json and not self._broken:
+            try:
+                if not self._printed:
+                    self._print_json({"error": error_data(error)})
+                return
+            except AotError as lost:
+                self.error(lost)
         label = click.style("error:", fg="red", bold=True)
         click.echo(f"{label} {error.message}", err=True, color=self.color)
         if error.hint:
@@ -80,8 +88,8 @@ class Output:
         return not self.quiet and not os.environ.get("CI") and sys.stderr.isatty()
 
     def _print_json(self, data: Mapping[str, object]) -> None:
-        self._printed = True
         self._print(json.dumps({"schema": JSON_SCHEMA, **data}, indent=2))
+        self._printed = True
 
     def _print(self, text: str) -> None:
         try:
@@ -89,11 +97,16 @@ class Output:
         except BrokenPipeError:
             raise
         except OSError as error:
-            silence_stdout()
-            raise AotError(
-                f"cannot write to standard output: {error.strerror}",
-                hint="send the output to a file system that has room",
-            ) from error
+            raise self.lost(error) from error
+
+    def lost(self, error: OSError) -> AotError:
+        """The error of a standard output that cannot be written; nothing goes there from now on."""
+        self._broken = True
+        silence_stdout()
+        return AotError(
+            f"cannot write to standard output: {error.strerror}",
+            hint="send the output to a file system that has room",
+        )
 
 
 def error_data(error: AotError) -> dict[str, str]:

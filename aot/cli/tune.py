@@ -73,7 +73,8 @@ def tune_command(
     compiler. Chosen is the fastest tile that computes the right thing with the same bits every
     time, or the library where that is faster.
     """
-    from ..errors import UsageError
+    from ..errors import AotError, UsageError
+    from ..outfile import check_writable, write_whole
     from ..tablewriter import format_table, write_table
     from ..tune import tune
 
@@ -81,6 +82,9 @@ def tune_command(
         raise UsageError("--resume without --report", hint="name the report to go on with")
     loaded = _manifests(manifests)
     wanted = _cells(loaded, tokens)
+    for path in (table_path, report_path) if wanted else ():
+        if path is not None:
+            check_writable(path)
     run = _Run(output, store_path, report_path, len(wanted))
     if resume:
         run.take_over()
@@ -95,8 +99,11 @@ def tune_command(
     table = write_table(survey.cells, header.origin, name=name, target=header.target)
     text = format_table(table)
     if table_path is not None:
-        table_path.parent.mkdir(parents=True, exist_ok=True)
-        table_path.write_text(text, encoding="utf-8")
+        try:
+            write_whole(table_path, text)
+        except AotError as error:
+            # What was measured is shown all the same.
+            output.fail(error, _data(survey, None, report_path), text.rstrip("\n"))
         output.note(f"wrote {table_path}: {len(table.rules)} rules")
         text = _overview(survey.cells)
     output.result(_data(survey, table_path, report_path), text.rstrip("\n"))

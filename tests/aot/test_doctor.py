@@ -126,3 +126,13 @@ def test_a_setting_that_cannot_work_is_broken(tmp_path: Path, name: str, value: 
     diagnosis = diagnose(tmp_path, Environment({name: value}))
     assert diagnosis.status is Status.BROKEN
     assert any(value in f.text for f in diagnosis.findings if f.status is Status.BROKEN)
+
+
+@pytest.mark.usefixtures("on_ext4")
+@pytest.mark.parametrize("text", ["/" + "x" * 300, "/x" * 4000])
+def test_a_path_that_is_too_long_is_a_finding(text: str) -> None:
+    """Catches a doctor that dies of the very setting that it was asked to look at."""
+    diagnosis = diagnose(Path(text), Environment({"LLBF16_AOT_TUNING": text}))
+    for finding in (of(diagnosis, "store", "exists"), of(diagnosis, "settings", "tuning table")):
+        assert finding.status is Status.BROKEN
+        assert "File name too long" in finding.text

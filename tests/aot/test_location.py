@@ -7,7 +7,7 @@ from pathlib import Path
 
 import platformdirs
 import pytest
-from llbf16_aot.errors import AotError, StoreError, UntrustedStoreError
+from llbf16_aot.errors import AotError, StoreError, UntrustedStoreError, UsageError
 from llbf16_aot.store import default_root
 
 HOME = {"HOME": "/home/ada"}
@@ -46,20 +46,35 @@ def test_the_first_that_says_something_decides(
         (None, {"HOME": "relative/home"}),
         (None, {"HOME": "."}),
         (None, {"XDG_CACHE_HOME": "relative"}),
-        (None, {"LLBF16_AOT_STORE": "relative/store", **HOME}),
-        (None, {"LLBF16_AOT_STORE": "./store", **HOME}),
         (None, {"LLBF16_AOT_STORE": "~/store"}),
-        (None, {"LLBF16_AOT_STORE": "~no-such-user-here/store"}),
-        ("relative", HOME),
-        ("", HOME),
     ],
 )
-def test_what_names_no_absolute_path_is_refused_with_a_hint(
+def test_an_environment_without_a_home_is_refused_with_a_hint(
     explicit: str | None, environ: dict[str, str]
 ) -> None:
     """Bug: the store lands in the working directory or in /tmp."""
     with pytest.raises(StoreError) as caught:
         default_root(None if explicit is None else Path(explicit), environ)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("explicit", "environ"),
+    [
+        (None, {"LLBF16_AOT_STORE": "relative/store", **HOME}),
+        (None, {"LLBF16_AOT_STORE": "./store", **HOME}),
+        (None, {"LLBF16_AOT_STORE": "~no-such-user-here/store"}),
+        ("relative", HOME),
+        ("", HOME),
+    ],
+)
+def test_a_path_that_is_not_absolute_is_a_usage_error_with_a_hint(
+    explicit: str | None, environ: dict[str, str]
+) -> None:
+    """Bug: a wrong setting ends with the exit code of a full disk, so scripts try again."""
+    with pytest.raises(UsageError) as caught:
+        default_root(None if explicit is None else Path(explicit), environ)
+    assert caught.value.exit_code == 2
     assert caught.value.hint
 
 

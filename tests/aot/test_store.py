@@ -564,7 +564,7 @@ def test_other_versions_of_the_store_are_left_alone(store: Store, artifact: Arti
 
 def test_relative_and_impossible_roots_are_refused() -> None:
     """Bug: the store follows the working directory, or an exception of another kind comes."""
-    with pytest.raises(StoreError, match="not absolute") as caught:
+    with pytest.raises(UsageError, match="not absolute") as caught:
         Store(Path("some store"))
     assert caught.value.hint == f"write '{os.getcwd()}/some store'"
     with pytest.raises(UsageError, match="NUL"):
