@@ -257,9 +257,9 @@ def execute(
     """Do what the plan says, and prove the coverage.
 
     The report holds every artifact, those that the store would not take too; its `check` raises
-    what went wrong with single ones. A key that fails stops no other. Raises UsageError for `jobs` below
-    1 and for variables that make no sense, CompilerMissingError where something must be compiled
-    and no compiler is installed, UntrustedStoreError, and what `on_event` raises. `jobs`
+    what went wrong with single ones. A key that fails stops no other. Raises UsageError for `jobs`
+    below 1 and for variables that make no sense, CompilerMissingError where something must be
+    compiled and no compiler is installed, UntrustedStoreError, and what `on_event` raises. `jobs`
     defaults to LLBF16_AOT_JOBS, else one process for each core, `limit_s` to
     LLBF16_AOT_COMPILE_TIMEOUT_S; `command` is the program of a compiler process.
     """

@@ -59,7 +59,11 @@ def _place(path: Path) -> Path | None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         return None
     place = Path(os.path.realpath(path))
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        # `File exists` would say of the wrong file what is no fault.
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from error
     return place
 
 

@@ -10,8 +10,8 @@ import msgspec
 from .backends import Tile, backend_name
 from .dispatch import LibraryTile, Origin
 from .errors import UsageError
-from .outfile import write_whole
 from .files import read_regular
+from .outfile import write_whole
 
 __all__ = [
     "LIBRARY_TEXT",

@@ -27,7 +27,7 @@ TORCH_FACING = frozenset({"devices", "fallback", "measure", "runtime", "tensors"
 
 LAYERS = (
     {"errors", "text", "toolchain"},
-    {"problem", "files", "sections"},
+    {"problem", "files", "outfile", "sections"},
     {"launch", "backends", "key", "dispatch", "location"}
     | {"manifest", "manifest_reader", "manifest_schema", "manifests"},
     {"artifact", "elf", "protocol", "search", "survey", "tablewriter", "timing"},

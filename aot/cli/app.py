@@ -161,17 +161,11 @@ def _main(given: list[str], output: Output) -> int:
 
 
 def _lost_output(error: Exception) -> OSError | None:
-    """The error, if click met it when it printed help or version.
-
-    What could not be written is in the buffer still, so that writing it fails once more: that tells
-    it from an error of any other file.
-    """
-    if isinstance(error, OSError) and sys.stdout is not None:
-        try:
-            sys.stdout.flush()
-        except OSError as again:
-            return again
-    return None
+    """The error, if click met it when it printed help or version: nothing else of it writes."""
+    if not isinstance(error, OSError) or error.__traceback__ is None:
+        return None
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return error if str(frame.f_globals.get("__name__")).startswith("click.") else None
 
 
 def _run(given: list[str], output: Output) -> None:

@@ -56,7 +56,7 @@ def list_command(output: Output, *, store_path: Path | None) -> None:
             output.warn(f"{short(digest)} cannot be used: {found.detail}")
             entries.append({"digest": digest, "reason": found.reason.value, "detail": found.detail})
     if not rows:
-        output.note(f"the store at {store.root} has no entries")
+        output.note(f"the store at {_quoted(store)} has no entries")
     text = table(("artifact", *KEY_HEADER, "size"), rows) if rows else ""
     output.result({"store": str(store.root), "entries": entries}, text)
 
@@ -140,14 +140,14 @@ def verify_command(output: Output, *, digests: tuple[str, ...], store_path: Path
     if damaged:
         output.fail(
             DamagedEntryError(
-                f"{damaged} of {counted(len(rows), 'entry')} of {store.root} cannot be used",
-                hint="run 'llbf16-aot build MANIFEST' again: it replaces what is damaged",
+                f"{damaged} of {counted(len(rows), 'entry')} of {_quoted(store)} cannot be used",
+                hint=f"replace what is damaged with: {_command(store, 'build', 'MANIFEST')}",
             ),
             data,
             text,
         )
     if not rows:
-        output.note(f"the store at {store.root} has no entries")
+        output.note(f"the store at {_quoted(store)} has no entries")
     output.result(data, text)
 
 
@@ -188,15 +188,15 @@ def _resolve(store: Store, beginning: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{1,64}", beginning):
         raise UsageError(
             f"{beginning!r} is no digest and no beginning of one",
-            hint="run 'llbf16-aot list' to see the digests",
+            hint=f"see the digests with: {_command(store, 'list')}",
         )
     found = [digest for digest in store.digests() if digest.startswith(beginning)]
     if len(found) == 1:
         return found[0]
     if not found:
         raise NotFoundError(
-            f"the store at {store.root} has no entry {beginning}",
-            hint="run 'llbf16-aot list' to see the entries",
+            f"the store at {_quoted(store)} has no entry {beginning}",
+            hint=f"see the entries with: {_command(store, 'list')}",
         )
     shown = "\n".join(f"- {digest}" for digest in found[:_SHOWN_CANDIDATES])
     more = len(found) - _SHOWN_CANDIDATES
@@ -216,9 +216,30 @@ def _find(store: Store, beginning: str) -> Artifact:
     if isinstance(found, Artifact):
         return found
     raise DamagedEntryError(
-        f"the entry {digest} of {store.root} cannot be used: {found.detail}",
-        hint="run 'llbf16-aot build MANIFEST' again: it replaces what is damaged",
+        f"the entry {digest} of {_quoted(store)} cannot be used: {found.detail}",
+        hint=f"replace what is damaged with: {_command(store, 'build', 'MANIFEST')}",
     )
+
+
+def _quoted(store: Store) -> str:
+    """The store's path as it can be pasted into a shell."""
+    from ..files import command
+
+    return command(str(store.root))
+
+
+def _command(store: Store, *words: str) -> str:
+    """A command that can be pasted and works on this very store."""
+    from ..environment import Environment
+    from ..errors import AotError
+    from ..files import command
+
+    try:
+        found = Environment().store_location().root
+    except AotError:
+        found = None
+    given = () if found == store.root else ("--store", str(store.root))
+    return command("llbf16-aot", *words, *given)
 
 
 def _record_data(record: Record) -> dict[str, object]:

@@ -270,6 +270,26 @@ def test_a_problem_that_no_kernel_serves_is_a_named_gap(store: Store, tmp_path: 
     assert "weight loads a thread" in caught.value.message
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_jobs_are_checked_before_anything_is_read(store: Store, dry_run: bool) -> None:
+    """Catches a wrong number that only the first build with work to do complains of."""
+    with pytest.raises(UsageError, match="jobs is 0, must be at least 1"):
+        build("no such manifest", store=store, jobs=0, dry_run=dry_run)
+    build(tiny(Deed.ANSWER), store=store)
+    done = plan_build(tiny(Deed.ANSWER), store=store)
+    assert not done.work
+    with pytest.raises(UsageError, match="jobs is -1"):
+        execute(done, store=store, jobs=-1)
+
+
+def test_a_store_may_be_given_by_its_path(store: Store) -> None:
+    """Catches a path that is text and fails with an AttributeError deep inside."""
+    build(tiny(Deed.ANSWER), store=str(store.root))
+    assert len(build(tiny(Deed.ANSWER), store=store.root, dry_run=True).plan.work) == 0
+    with pytest.raises(UsageError, match="must be an absolute path"):
+        build(tiny(Deed.ANSWER), store="here")
+
+
 def test_what_the_table_leaves_to_the_library_is_no_gap(store: Store, tmp_path: Path) -> None:
     """Catches a build that fails, or compiles, where the library was chosen on purpose."""
     table = tmp_path / "half.json"

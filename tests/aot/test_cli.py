@@ -39,6 +39,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in tuple(os.environ):
         if name.startswith("LLBF16_AOT_") or name in ("CI", "NO_COLOR", "FORCE_COLOR"):
             monkeypatch.delenv(name)
+    # What the manifests of these tests name: with another table every build warns.
+    monkeypatch.setenv("LLBF16_AOT_TUNING", "reference")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home/cache"))
@@ -261,11 +263,72 @@ def test_a_table_that_the_runtime_would_not_follow_is_warned_of(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a store built for one tuning table and served with another, where all misses."""
+    build = ("build", "tiny.yaml", "--dry-run")
+    assert run(*build).err == ""
     monkeypatch.setenv("LLBF16_AOT_TUNING", "default")
-    ran = run("build", "tiny.yaml", "--dry-run")
-    assert ran.err.startswith("warning: LLBF16_AOT_TUNING is default")
-    monkeypatch.setenv("LLBF16_AOT_TUNING", "reference")
-    assert run("build", "tiny.yaml", "--dry-run").err == ""
+    ran = run(*build)
+    assert ran.err.startswith("warning: the manifests name the tuning table reference; ")
+    assert "default, as LLBF16_AOT_TUNING says" in ran.err
+    monkeypatch.delenv("LLBF16_AOT_TUNING")
+    assert "follows the default, and may look for kernels" in run(*build).err
+    assert "follows the default" in run("plan", "tiny.yaml").err
+    assert run(*build, "--candidates").err == ""
+    assert run(*build, "-q").err == ""
+
+
+def test_a_table_is_the_same_by_its_relative_and_its_absolute_path(
+    run: Run, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a warning of a mismatch between a path and itself."""
+    (world / "mine.json").write_text(
+        '{"schema": 1, "name": "mine", "source": "test", "rules": '
+        '[{"use": {"backend": "dotprod", "block": 128, "experts_per_block": 1}}]}'
+    )
+    text = manifest_text(Deed.ANSWER).replace("reference", "./mine.json")
+    (world / "tiny.yaml").write_text(text)
+    for name in ("./mine.json", str(world / "mine.json"), "mine.json"):
+        monkeypatch.setenv("LLBF16_AOT_TUNING", name)
+        assert run("plan", "tiny.yaml").err == ""
+    monkeypatch.setenv("LLBF16_AOT_TUNING", "./other.json")
+    assert "follows ./other.json" in run("plan", "tiny.yaml").err
+
+
+def test_a_gap_fails_the_dry_run_as_it_would_the_build(run: Run, world: Path) -> None:
+    """Catches a dry run in CI that is green although the build will fail."""
+    (world / "narrow.json").write_text(
+        '{"schema": 1, "name": "narrow", "source": "test", "rules": '
+        '[{"use": {"backend": "dotprod", "block": 32, "experts_per_block": 2}}]}'
+    )
+    text = manifest_text(8, 16384, tokens="1").replace("reference", "./narrow.json")
+    (world / "gap.yaml").write_text(text)
+    dry = run("build", "gap.yaml", "--dry-run", "-q")
+    assert dry.code == 1
+    assert "no kernel for 1 problem" in dry.out
+    assert dry.err.startswith("error: 1 of 2 problems have no artifact\n")
+    assert re.search("router-16384.* gap .*weight loads a thread", dry.err)
+    as_json = run("build", "gap.yaml", "--dry-run", "--json")
+    assert (as_json.code, as_json.data["error"]["code"]) == (1, "coverage")  # type: ignore[index]
+    assert run("build", "gap.yaml", "-q").err == dry.err
+    plan = run("plan", "gap.yaml")
+    assert plan.code == 0
+    assert re.search("router-16384.* gap .*weight loads a thread", plan.out)
+
+
+def test_a_relative_store_in_the_environment_is_exit_2(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a wrong setting that ends like a full disk."""
+    monkeypatch.setenv("LLBF16_AOT_STORE", "here")
+    ran = run("list", "--json")
+    assert (ran.code, ran.data["error"]["code"]) == (2, "usage")  # type: ignore[index]
+
+
+def test_hints_can_be_pasted_and_name_the_store_that_was_meant(run: Run, world: Path) -> None:
+    """Catches a hint that looks into another store, or that a space in a path breaks."""
+    quoted = f"'{world}/my store'"
+    ran = run("show", "abc", "--store", "my store")
+    assert f"the store at {quoted} has no entry abc" in ran.err
+    assert ran.err.endswith(f"hint: see the entries with: llbf16-aot list --store {quoted}\n")
 
 
 def test_a_full_store_is_exit_5_with_the_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,6 +544,41 @@ def test_a_full_disk_behind_stdout_is_an_error(world: Path, run: Run) -> None:
         )
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: cannot write to standard output: No space left")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ("--help", 1, ()),
+        ("build --help", 1, ()),
+        ("--version", 1, ()),
+        ("path --json", 1, ()),
+        ("list --json", 1, ()),
+        # The run's own failure is not lost, and decides on the exit code.
+        ("show abc --json", 3, ("has no entry abc",)),
+        ("build bad.yaml --json", 1, ("artifacts could not be built",)),
+    ],
+)
+def test_an_output_that_is_lost_is_told_on_stderr(
+    world: Path, arguments: str, code: int, told: tuple[str, ...]
+) -> None:
+    """Catches silence with --json, and help for which users are asked to report a defect."""
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=environment(),
+        )
+    assert ended.returncode == code
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert errors[0].startswith("error: cannot write to standard output: No space left")
+    assert len(errors) == 1 + len(told)
+    assert all(text in ended.stderr for text in told)
+    assert "internal error" not in ended.stderr
+    assert "Exception ignored" not in ended.stderr
 
 
 def test_progress_is_shown_on_a_terminal_only(world: Path) -> None:

@@ -192,6 +192,39 @@ def test_bench_writes_the_report_and_the_plot(run: Run, world: Path) -> None:
     assert (world / "out" / "b.svg").read_text().startswith("<svg ")
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("tune", "--out"), ("tune", "--report"), ("bench", "--json-out"), ("bench", "--svg")],
+)
+@pytest.mark.usefixtures("lab")
+def test_a_file_that_cannot_be_written_is_refused_before_the_gpu_is_asked(
+    run: Run, world: Path, monkeypatch: pytest.MonkeyPatch, command: str, option: str
+) -> None:
+    """Catches an hour of measuring whose figures have nowhere to go."""
+
+    def measured(store: object) -> object:
+        raise DriverError("the GPU was asked")
+
+    monkeypatch.setattr(measure, "GpuLab", measured)
+    (world / "file").touch()
+    ran = run(command, "measured.yaml", option, "file/result")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: file/result: cannot write the file: Not a directory\nhint: ")
+
+
+@pytest.mark.parametrize(("command", "option"), [("tune", "--out"), ("bench", "--svg")])
+@pytest.mark.usefixtures("lab")
+def test_a_disk_that_fills_up_while_measuring_loses_no_figures(
+    run: Run, command: str, option: str
+) -> None:
+    """Catches figures that are thrown away because the file for them could not be written."""
+    ran = run(command, "measured.yaml", option, "/dev/full")
+    assert ran.code == 2
+    assert "error: /dev/full: cannot write the file: No space left on device\n" in ran.err
+    assert "cuBLAS" in ran.out
+    assert " 2.00 " in ran.out or '"use"' in ran.out
+
+
 def test_a_kernel_that_bench_lacks_is_exit_3(
     run: Run, lab: PricedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

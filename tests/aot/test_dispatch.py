@@ -468,3 +468,24 @@ def test_packaged_tables_state_where_they_come_from() -> None:
             table = load_table(tuning, Target.parse(target))
             assert table.name == tuning
             assert table.source
+
+
+def test_a_table_that_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    """A FIFO as a table would wait for a writer for ever, and a device may never end."""
+    fifo = tmp_path / "table.json"
+    os.mkfifo(fifo)
+    for path in (fifo, Path("/dev/zero")):
+        with pytest.raises(TuningTableError, match="not a regular file"):
+            load_table(str(path), SM_90A)
+
+
+def test_warmup_keys_leave_out_what_the_library_computes(tmp_path: Path) -> None:
+    """A warm-up that ends with an error for a cell without a kernel warms nothing up."""
+    path = tmp_path / "table.json"
+    path.write_text(
+        '{"schema": 1, "name": "t", "source": "test", "rules": ['
+        '{"tokens": [2, 64], "use": {"backend": "library"}},'
+        '{"use": {"backend": "dotprod", "block": 128, "experts_per_block": 1}}]}'
+    )
+    keys = warmup_keys([(2048, 64)], range(1, 9), target=SM_90A, tuning=str(path))
+    assert [key.config for key in keys] == [DotprodConfig(2048, 1, 128, 1)]
