@@ -20,6 +20,7 @@ from types import FrameType
 import click
 
 from ..errors import AotError, UsageError
+from .command import PrintsHelp
 from .output import Output, silence_stdout
 
 __all__ = ["PROGRAM", "main"]
@@ -49,7 +50,7 @@ class _Terminated(BaseException):
         self.number = number
 
 
-class _Program(click.Group):
+class _Program(PrintsHelp, click.Group):
     """A group that imports a command's module when it is asked for the command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -77,7 +78,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         from ..toolchain import builder_version
 
-        click.echo(f"{PROGRAM} {builder_version()}")
+        ctx.ensure_object(Output).show(f"{PROGRAM} {builder_version()}")
         ctx.exit()
 
 
@@ -106,7 +107,7 @@ def _program(ctx: click.Context) -> None:
     Needs no GPU, no driver and no CUDA toolkit to build.
     """
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        ctx.ensure_object(Output).show(ctx.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,10 +145,6 @@ def _main(given: list[str], output: Output) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        lost = _lost_output(error)
-        if lost is not None:
-            output.error(output.lost(lost))
-            return 1
         if output.verbosity:
             traceback.print_exc()
         output.error(
@@ -158,14 +155,6 @@ def _main(given: list[str], output: Output) -> int:
         )
         return 1
     return 0
-
-
-def _lost_output(error: Exception) -> OSError | None:
-    """The error, if click met it when it printed help or version: nothing else of it writes."""
-    if not isinstance(error, OSError) or error.__traceback__ is None:
-        return None
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return error if str(frame.f_globals.get("__name__")).startswith("click.") else None
 
 
 def _run(given: list[str], output: Output) -> None:

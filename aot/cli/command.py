@@ -12,12 +12,23 @@ from ..environment import VARIABLES
 from ..errors import UsageError
 from .output import Output
 
-__all__ = ["HelpfulCommand", "common_options", "store_option"]
+__all__ = ["HelpfulCommand", "PrintsHelp", "common_options", "store_option"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class HelpfulCommand(click.Command):
+class PrintsHelp(click.Command):
+    """A command whose help goes where its output does, so that a full disk is told of alike."""
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """The option --help."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.callback = _print_help
+        return option
+
+
+class HelpfulCommand(PrintsHelp):
     """A command whose help ends with examples and with the environment variables that it reads."""
 
     def __init__(
@@ -92,6 +103,12 @@ def _store_path(_: click.Context, __: click.Parameter, value: str | None) -> Pat
         raise UsageError("--store is empty", hint="name a directory, or leave the option out")
     # A path that somebody types counts from where they are; the store itself wants it absolute.
     return None if value is None else Path(value).absolute()
+
+
+def _print_help(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.ensure_object(Output).show(ctx.get_help())
+        ctx.exit()
 
 
 def _set_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:

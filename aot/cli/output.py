@@ -44,7 +44,21 @@ class Output:
         if self.json:
             self._print_json(data)
         elif text:
-            self._print(text)
+            self.show(text)
+
+    def show(self, text: str) -> None:
+        """Print text on stdout as it is; raises AotError where stdout cannot be written."""
+        try:
+            click.echo(text, color=self.color)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._broken = True
+            silence_stdout()
+            raise AotError(
+                f"cannot write to standard output: {error.strerror}",
+                hint="send the output to a file system that has room",
+            ) from error
 
     def fail(self, error: AotError, data: Mapping[str, object], text: str) -> NoReturn:
         """Print what a command found although it failed, and raise the error."""
@@ -88,25 +102,8 @@ class Output:
         return not self.quiet and not os.environ.get("CI") and sys.stderr.isatty()
 
     def _print_json(self, data: Mapping[str, object]) -> None:
-        self._print(json.dumps({"schema": JSON_SCHEMA, **data}, indent=2))
+        self.show(json.dumps({"schema": JSON_SCHEMA, **data}, indent=2))
         self._printed = True
-
-    def _print(self, text: str) -> None:
-        try:
-            click.echo(text, color=self.color)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise self.lost(error) from error
-
-    def lost(self, error: OSError) -> AotError:
-        """The error of a standard output that cannot be written; nothing goes there from now on."""
-        self._broken = True
-        silence_stdout()
-        return AotError(
-            f"cannot write to standard output: {error.strerror}",
-            hint="send the output to a file system that has room",
-        )
 
 
 def error_data(error: AotError) -> dict[str, str]:

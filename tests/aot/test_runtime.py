@@ -360,6 +360,16 @@ def test_parameters_that_the_driver_sees_otherwise_reject_the_artifact(
     assert warnings_of()[0].endswith("--store /the/store --force")
 
 
+def test_the_command_in_a_warning_can_be_pasted_whatever_the_store_is_called(
+    warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A space in the path would make the build fill another store."""
+    bench = Bench()
+    monkeypatch.setattr(bench.store, "root", Path("/my store"))
+    bench.runtime.run(*operands(1, 8, 64))
+    assert warnings_of()[0].endswith("--store '/my store'")
+
+
 def test_an_artifact_of_another_key_is_rejected_before_it_is_loaded() -> None:
     """A store that answers with the wrong entry must not make us launch the wrong kernel."""
     wanted, other = artifact(1, 8, 64), artifact(1, 8, 64, out_dtype=torch.bfloat16)
