@@ -214,6 +214,11 @@ class Directory:
     def _take(self, source: str, name: str, directory: Directory) -> None:
         os.rename(source, name, src_dir_fd=directory._descriptor, dst_dir_fd=self._descriptor)
 
+    def check_writable(self) -> None:
+        """Raise OSError where no file can be made here; leaves none behind."""
+        with self._new_file(keep=False):
+            pass
+
     def sweep(self) -> None:
         """Remove the temporary files of writers that are gone; trouble with that is no trouble.
 

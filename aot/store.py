@@ -172,6 +172,18 @@ class Store:
         except OSError as error:
             raise self._failure(error) from error
 
+    def prepare(self) -> None:
+        """Make the folder in which files are written, and so tell early whether that is possible.
+
+        Raises what `publish` raises: for a builder, before it spends minutes on compiling.
+        """
+        try:
+            with ExitStack() as stack:
+                _, version = self._make_version(stack)
+                stack.enter_context(version.make("tmp")).check_writable()
+        except OSError as error:
+            raise self._failure(error) from error
+
     def digests(self) -> tuple[str, ...]:
         """Digests under which something was published, sorted; says nothing of its soundness.
 

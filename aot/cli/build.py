@@ -103,6 +103,9 @@ def build_command(
             output.fail(error, plan.to_data(), str(plan))
         output.result(plan.to_data(), str(plan))
         return
+    if plan.work:
+        # Before minutes of compiling whose results could not be kept.
+        store.prepare()
     progress = _Progress(len(plan.work), shown=output.shows_progress and not no_progress)
     try:
         report = execute(plan, store=store, jobs=jobs, on_event=progress)

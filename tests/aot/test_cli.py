@@ -395,6 +395,20 @@ def test_the_flag_decides_over_the_environment(run: Run, monkeypatch: pytest.Mon
     assert "\x1b[" not in run("show", "abc", "--no-color").err
 
 
+def test_a_build_tells_before_it_compiles_that_nothing_can_be_stored(
+    run: Run, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches minutes of compiling whose results nobody can keep."""
+    started: list[object] = []
+    monkeypatch.setattr(builder, "execute", lambda *a, **k: started.append(a))
+    (world / "file").write_text("mine")
+    ran = run("build", "tiny.yaml", "--store", str(world / "file" / "store"))
+    assert ran.code == 5
+    assert "cannot write the store" in ran.err
+    assert "hint: see what is in the way" in ran.err
+    assert not started
+
+
 def test_doctor_tells_the_versions_and_the_store(
     run: Run, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

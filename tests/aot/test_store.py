@@ -596,6 +596,21 @@ def test_a_path_longer_than_the_system_allows_is_a_store_error(
         store.publish(artifact)
 
 
+def test_a_store_that_cannot_be_written_is_told_before_work_is_done(tmp_path: Path) -> None:
+    """Bug: minutes of compiling end with artifacts that nobody can keep."""
+    store = Store(tmp_path / "store")
+    store.prepare()
+    assert [path.name for path in (store.root / "v1" / "tmp").iterdir()] == []
+    assert store.digests() == ()
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("mine")
+    with pytest.raises(StoreError, match="cannot write the store"):
+        Store(in_the_way / "store").prepare()
+    proc = Store(Path("/proc/llbf16-aot"))
+    with pytest.raises(StoreError):
+        proc.prepare()
+
+
 def test_a_root_that_is_a_file_is_a_store_error(tmp_path: Path, artifact: Artifact) -> None:
     """Bug: a file of the user is deleted because a folder is wanted there."""
     for name in ("root", "root/v1"):
