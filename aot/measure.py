@@ -188,6 +188,8 @@ class GpuBench:
         """`F.linear(x, w).float()` by torch.compile, or why it makes nothing of it."""
         x, weights = self._x, self._weights
         try:
+            # It stops compiling a function after some shapes, and runs it as it is without a word.
+            torch.compiler.reset()
             product = torch.compile(_linear_fp32, dynamic=False)
             product(x, weights[0])
         except Exception as error:  # whatever a missing compiler or its generated code raises

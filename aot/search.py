@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Literal
 
+import msgspec
+
 from .backends import (
     BACKENDS,
     Config,
@@ -54,6 +56,10 @@ MAX_WASTE = 0.08
 FEW = 40
 """Where fewer `oneshot` tiles than this load K in one round, tiles of two rounds are added."""
 
+LATE_RELEASE_TOKENS = 8
+"""Above it `oneshot` tiles are also tried with a late release of the next kernel: there x is large
+enough that the next kernel's weights get in its way. Below it an early release won."""
+
 DOTPROD_BLOCKS = (128, 256, 512, 1024)
 DOTPROD_LATE_BLOCKS = (256, 512)
 DOTPROD_TOKENS = 4
@@ -76,7 +82,14 @@ def search_space(hidden: int, tokens: int) -> tuple[Tile, ...]:
     it only changes how many thread blocks there are.
     """
     problem = Problem(tokens, 1, hidden)
-    tiles = (*_oneshot(problem), *_dotprod(problem), *SPLITK_TILES)
+    oneshot = _oneshot(problem)
+    late = oneshot if tokens > LATE_RELEASE_TOKENS else ()
+    tiles = (
+        *oneshot,
+        *(msgspec.structs.replace(tile, release="wait") for tile in late),
+        *_dotprod(problem),
+        *SPLITK_TILES,
+    )
     return tuple(tile for tile in tiles if _works(_config(tile, problem)))
 
 
@@ -133,7 +146,7 @@ def _works(config: Config) -> bool:
     return True
 
 
-def _oneshot(problem: Problem) -> tuple[Tile, ...]:
+def _oneshot(problem: Problem) -> tuple[OneshotTile, ...]:
     """Tiles that load K in one round, and tiles of two, least waste first, where those are few."""
     once = tuple(tile for tile, _ in _covering(problem, rounds=1))
     if len(once) >= FEW:

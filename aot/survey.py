@@ -136,10 +136,12 @@ def choose(
 
 
 def tile_text(tile: Tile | LibraryTile) -> str:
-    """A choice as people read it: `oneshot(16,8,7,4)`, `library`."""
+    """A choice as people read it: `oneshot(16,8,7,4)`, `library`; words only where unusual."""
     if isinstance(tile, LibraryTile):
         return LIBRARY_TEXT
-    values = ",".join(str(getattr(tile, name)) for name in tile.__struct_fields__)
+    fields = ((getattr(tile, f.name), f.default) for f in msgspec.structs.fields(tile))
+    shown = (value for value, usual in fields if not isinstance(value, str) or value != usual)
+    values = ",".join(map(str, shown))
     return f"{backend_name(tile)}({values})"
 
 

@@ -7,6 +7,7 @@ for an instruction, or no way to state its cache hints; operands are outputs or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -20,11 +21,17 @@ from ..problem import ALIGNMENT_BYTES, DType
 __all__ = [
     "ELEMENT_TYPES",
     "VECTOR_BYTES",
+    "computed_here",
+    "load_floats",
     "load_weight",
     "load_x",
     "mma",
+    "peer_address",
     "pointer_arguments",
+    "send_floats",
     "store_element",
+    "store_element_at",
+    "sum_pairwise",
     "wait_cluster",
 ]
 
@@ -49,6 +56,12 @@ _LOAD_X = "ld.global.v4.b32 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0},{$w1},{$w2},{$w3}}, "
     "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
+)
+
+# From registers to a peer's shared memory; the peer's mbarrier counts the bytes.
+_SEND = (
+    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind} "
+    "[{{$r0}}], {words}, [{{$r1}}];"
 )
 
 # Acquires at cluster scope: what is waited for was written by other blocks.
@@ -93,6 +106,56 @@ def mma(a: Any, b: Any, c: Any) -> Any:
     return inline_ptx(_MMA, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *c])
 
 
+def computed_here(value: Any) -> Any:
+    """The value of a 32 or 64-bit integer, computed at this place in the program and not later.
+
+    For addresses that are needed behind a wait: the compiler computes what it can where it is used,
+    and a dozen instructions there, each waiting for the last, cost as much as an exchange between
+    blocks. It moves nothing past this, nor past the wait.
+    """
+    if isinstance(value, Int64):
+        return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[value])
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def load_floats(address: Int32, count: int) -> list[Float32]:
+    """One, two or four neighbouring fp32 of shared memory, by one load."""
+    if count == 1:
+        text = "ld.shared.f32 {$w0}, [{$r0}];"
+        one: Float32 = inline_ptx(text, write_only_types=[Float32], read_only_args=[address])
+        return [one]
+    words = ",".join(f"{{$w{i}}}" for i in range(count))
+    text = f"ld.shared.v{count}.f32 {{{words}}}, [{{$r0}}];"
+    return list(inline_ptx(text, write_only_types=[Float32] * count, read_only_args=[address]))
+
+
+def sum_pairwise(values: Sequence[Float32]) -> Float32:
+    """The sum by pairs, then pairs of pairs: each addition has its place, few wait for others."""
+    terms = list(values)
+    while len(terms) > 1:
+        pairs = range(0, len(terms) - 1, 2)
+        terms = [terms[i] + terms[i + 1] for i in pairs] + terms[len(terms) // 2 * 2 :]
+    return terms[0]
+
+
+def peer_address(address: Int32, rank: Int32) -> Int32:
+    """The same place in the shared memory of another block of the cluster."""
+    text = "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};"
+    found: Int32 = inline_ptx(text, write_only_types=[Int32], read_only_args=[address, rank])
+    return found
+
+
+def send_floats(address: Int32, values: Sequence[Float32], mbarrier: Int32) -> None:
+    """Write one, two or four fp32 to a peer, asynchronously; both addresses are the peer's."""
+    count = len(values)
+    words = ", ".join(f"{{$r{i + 2}}}" for i in range(count))
+    text = _SEND.format(
+        kind="b32" if count == 1 else f"v{count}.b32",
+        words=words if count == 1 else f"{{{words}}}",
+    )
+    inline_ptx(text, read_only_args=[address, mbarrier, *(v.bitcast(Int32) for v in values)])
+
+
 def wait_cluster(mbarrier: cute.Pointer, parity: int) -> None:
     """Wait for a phase of an mbarrier that the whole cluster writes to."""
     inline_ptx(_WAIT_CLUSTER, read_only_args=[mbarrier.toint(), Int32(parity)])
@@ -101,8 +164,13 @@ def wait_cluster(mbarrier: cute.Pointer, parity: int) -> None:
 @cute.jit
 def store_element(out: cute.Pointer, index: Int64, value: Float32) -> None:
     """Round one fp32 sum to the output's type (to nearest even) and write it."""
+    store_element_at(out, out.toint() + index * (out.dtype.width // 8), value)
+
+
+@cute.jit
+def store_element_at(out: cute.Pointer, address: Int64, value: Float32) -> None:
+    """As `store_element`, at an address that was computed before."""
     dtype = out.dtype
-    address = out.toint() + index * (dtype.width // 8)
     place = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
     cute.make_tensor(place, cute.make_layout((1,)))[0] = value.to(dtype)
 

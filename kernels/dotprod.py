@@ -17,7 +17,14 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..backends.dotprod import DotprodConfig, check, geometry
 from ..problem import VECTOR_ELEMENTS, DType
-from .common import load_weight, load_x, pointer_arguments, store_element
+from .common import (
+    computed_here,
+    load_weight,
+    load_x,
+    pointer_arguments,
+    store_element,
+    sum_pairwise,
+)
 
 __all__ = ["Dotprod", "check", "entry"]
 
@@ -107,11 +114,13 @@ class Dotprod:
         if const_expr(self.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
+        # Bytes from a row's start to this thread's first vector; the others lie constants away.
+        first = Int64(thread * VECTOR_ELEMENTS) * 2
         columns = []
         inside = []
         for step in cutlass.range_constexpr(config.steps):
             column = (thread + step * config.block) * VECTOR_ELEMENTS
-            columns.append(Int64(column) * 2)
+            columns.append(step * config.block * VECTOR_ELEMENTS * 2)
             whole = (step + 1) * config.block * VECTOR_ELEMENTS <= config.hidden
             inside.append(True if whole else Boolean(column < config.hidden))
 
@@ -119,22 +128,25 @@ class Dotprod:
         for e in cutlass.range_constexpr(E):
             # A block past the last expert reads that one again; it writes nothing.
             row = cutlass.min(expert0 + e, experts - 1)
-            base = weight.toint() + Int64(row) * Int64(weight_row_stride) * 2
+            base = weight.toint() + Int64(row) * Int64(weight_row_stride) * 2 + first
             for step in cutlass.range_constexpr(config.steps):
                 w.append(load_weight(base + columns[step], inside[step]))
 
+        # Before the wait, behind which they would be on the way from x to the sums. Tokens past the
+        # last read that one again, and are not written.
+        x_rows = []
+        for t in cutlass.range_constexpr(T):
+            row = cutlass.min(token0 + t, tokens - 1)
+            base = x.toint() + Int64(row) * Int64(x_row_stride) * 2 + first
+            x_rows.append(computed_here(base))
         if const_expr(self.pdl):
             # Per thread: each thread of this block reads x.
             cute.arch.griddepcontrol_wait()
 
-        # 2. Main loop: tokens past the last read that one again, and are not written.
+        # 2. Main loop.
         sums = []  # E * T, expert-major
         for _i in cutlass.range_constexpr(E * T):
             sums.append(Float32(0.0))
-        x_rows = []
-        for t in cutlass.range_constexpr(T):
-            row = cutlass.min(token0 + t, tokens - 1)
-            x_rows.append(x.toint() + Int64(row) * Int64(x_row_stride) * 2)
         for step in cutlass.range_constexpr(config.steps):
             for t in cutlass.range_constexpr(T):
                 v = load_x(x_rows[t] + columns[step], inside[step])
@@ -166,9 +178,7 @@ class Dotprod:
         for start in cutlass.range_constexpr(0, E * T, config.block):
             index = thread + start
             if index < E * T:
-                value = Float32(0.0)
-                for j in cutlass.range_constexpr(warps):
-                    value = value + partial[index, j]
+                value = sum_pairwise([partial[index, j] for j in range(warps)])
                 expert = expert0 + index // T
                 token = token0 + index % T
                 if (expert < experts) & (token < tokens):

@@ -31,7 +31,19 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..backends.oneshot import BLOCK_ELEMENTS, OneshotConfig, check, geometry
 from ..problem import VECTOR_ELEMENTS, DType
-from .common import load_weight, load_x, mma, pointer_arguments, store_element, wait_cluster
+from .common import (
+    computed_here,
+    load_floats,
+    load_weight,
+    load_x,
+    mma,
+    peer_address,
+    pointer_arguments,
+    send_floats,
+    store_element_at,
+    sum_pairwise,
+    wait_cluster,
+)
 
 __all__ = ["Oneshot", "check", "entry"]
 
@@ -88,6 +100,7 @@ class Oneshot:
         config = self.config
         S, W, V, R = config.split_k, config.warps, config.vectors, config.rounds
         XT = config.experts_tile
+        threads = W * WARP
         w_rows = XT // 8  # rows of weights that a lane loads
         x_rows = config.tokens // 8
 
@@ -108,40 +121,40 @@ class Oneshot:
                 (W, config.tokens, XT), stride=(config.tokens * config.pitch, config.pitch, 1)
             ),
         )
-        if const_expr(self.pdl):
+        if const_expr(self.pdl and config.release == "start"):
             cute.arch.griddepcontrol_launch_dependents()
+
+        # Bytes from the start of a row to this lane's first vector; the others lie constants away.
+        first_column = (rank * config.blocks + warp * V) * BLOCK_ELEMENTS + t * VECTOR_ELEMENTS
+        first = Int64(first_column) * 2
+        # Blocks of K by rank, round and warp. Where they do not fit K exactly, a lane checks.
+        exact = config.hidden == R * W * V * S * BLOCK_ELEMENTS
+        steps = []
+        inside = []
+        for r in cutlass.range_constexpr(R):
+            for v in cutlass.range_constexpr(V):
+                block = r * W * V + v
+                steps.append(block * BLOCK_ELEMENTS * 2)
+                if const_expr(exact):
+                    inside.append(True)
+                else:
+                    ours = warp * V + block < config.blocks
+                    column = first_column + block * BLOCK_ELEMENTS
+                    inside.append(Boolean(ours & (column < config.hidden)))
 
         w_bases = []
         for i in cutlass.range_constexpr(w_rows):
             # A row past the last expert reads that one again; its sums are not written.
             row = cutlass.min(expert0 + g + 8 * i, experts - 1)
-            w_bases.append(weight.toint() + Int64(row) * Int64(weight_row_stride) * 2)
-
-        # Blocks of K by rank, round and warp. Where they do not fit K exactly, a lane checks.
-        exact = config.hidden == R * W * V * S * BLOCK_ELEMENTS
-        columns = []
-        inside = []
-        for r in cutlass.range_constexpr(R):
-            for v in cutlass.range_constexpr(V):
-                local = (r * W + warp) * V + v
-                column = (rank * config.blocks + local) * BLOCK_ELEMENTS + t * VECTOR_ELEMENTS
-                columns.append(Int64(column) * 2)
-                if const_expr(exact):
-                    inside.append(True)
-                else:
-                    inside.append(Boolean((local < config.blocks) & (column < config.hidden)))
-
+            w_bases.append(weight.toint() + Int64(row) * Int64(weight_row_stride) * 2 + first)
         w_next = []
         for v in cutlass.range_constexpr(V):
             for i in cutlass.range_constexpr(w_rows):
-                w_next.append(load_weight(w_bases[i] + columns[v], inside[v]))
+                w_next.append(load_weight(w_bases[i] + steps[v], inside[v]))
 
         if const_expr(S > 1):
             # (blocks of the cluster, owned sums): what the peers send
-            inbox = cute.make_tensor(
-                cute.arch.alloc_smem(Float32, S * config.owned, alignment=16),
-                cute.make_layout((S, config.owned), stride=(config.owned, 1)),
-            )
+            inbox = cute.arch.alloc_smem(Float32, S * config.owned, alignment=16)
             received = cute.arch.alloc_smem(Int64, 1, alignment=8)
             # Only sums of tokens that are there are sent.
             sent = cutlass.min(tokens - token0, config.tokens) * XT
@@ -156,18 +169,46 @@ class Oneshot:
             # Relaxed: the fence has released the initialisation already, and a releasing arrive
             # costs a full memory barrier.
             cute.arch.cluster_arrive_relaxed(aligned=False)
-        if const_expr(self.pdl):
-            # Per thread: each thread of this block reads x.
-            cute.arch.griddepcontrol_wait()
 
-        # 2. Main loop: rows of x past the last token are zeros and read nothing.
+        # Addresses of all that follows: behind the wait they would delay the sums.
         x_bases = []
         x_inside = []
         for i in cutlass.range_constexpr(x_rows):
             row = token0 + g + 8 * i
             x_inside.append(Boolean(row < tokens))
-            x_bases.append(x.toint() + Int64(row) * Int64(x_row_stride) * 2)
+            x_bases.append(computed_here(x.toint() + Int64(row) * Int64(x_row_stride) * 2 + first))
+        sources = []  # of the sums that this thread adds up over the warps
+        targets = []  # where they go, in their owner's shared memory
+        bells = []  # their owner's mbarrier
+        inbox_places = []  # of the sums that this thread adds up over the blocks
+        results = []  # where those go, in global memory
+        if const_expr(S > 1):
+            G = config.group
+            for start in cutlass.range_constexpr(0, config.sums // G, threads):
+                index = (thread + start) * G
+                owner = index // config.owned
+                slot = rank * config.owned + index % config.owned
+                sources.append(computed_here(self._partial_address(partial, index)))
+                targets.append(computed_here(peer_address(inbox.toint() + slot * 4, owner)))
+                bells.append(computed_here(peer_address(received.toint(), owner)))
+            for start in cutlass.range_constexpr(0, config.owned, threads):
+                index = rank * config.owned + thread + start
+                inbox_places.append(computed_here(inbox.toint() + (thread + start) * 4))
+                results.append(self._result_address(out, index, token0, expert0, experts))
+            # Here and not before the sums are sent: beside the loads of weights it costs nothing.
+            cute.arch.cluster_wait()
+        else:
+            for start in cutlass.range_constexpr(0, config.sums, threads):
+                index = thread + start
+                sources.append(computed_here(self._partial_address(partial, index)))
+                results.append(self._result_address(out, index, token0, expert0, experts))
+        if const_expr(self.pdl):
+            # Per thread: each thread of this block reads x.
+            cute.arch.griddepcontrol_wait()
+            if const_expr(config.release == "wait"):
+                cute.arch.griddepcontrol_launch_dependents()
 
+        # 2. Main loop: rows of x past the last token are zeros and read nothing.
         # Accumulators: (mma tiles, 2 chains, 4). Two chains halve the wait of one mma for the last.
         # experts are the 16 rows and tokens the 8 columns, or with 8 experts the other way round
         tiles = (x_rows + 1) // 2 if XT == 8 else x_rows * (XT // 16)
@@ -179,24 +220,17 @@ class Oneshot:
             xs = []
             for i in cutlass.range_constexpr(x_rows):
                 for v in cutlass.range_constexpr(V):
-                    if const_expr(exact):
-                        xs.append(load_x(x_bases[i] + columns[r * V + v], x_inside[i]))
-                    else:
-                        xs.append(
-                            load_x(
-                                x_bases[i] + columns[r * V + v],
-                                Boolean(x_inside[i] & inside[r * V + v]),
-                            )
-                        )
+                    n = r * V + v
+                    valid = x_inside[i]
+                    if const_expr(not exact):
+                        valid = Boolean(valid & inside[n])
+                    xs.append(load_x(x_bases[i] + steps[n], valid))
             w_next = []
             if const_expr(r + 1 < R):
                 for v in cutlass.range_constexpr(V):
                     for i in cutlass.range_constexpr(w_rows):
-                        w_next.append(
-                            load_weight(
-                                w_bases[i] + columns[(r + 1) * V + v], inside[(r + 1) * V + v]
-                            )
-                        )
+                        n = (r + 1) * V + v
+                        w_next.append(load_weight(w_bases[i] + steps[n], inside[n]))
             for v in cutlass.range_constexpr(V):
                 for i in cutlass.range_constexpr(tiles):
                     for h in cutlass.range_constexpr(2):
@@ -233,61 +267,65 @@ class Oneshot:
         cute.arch.sync_threads()
 
         if const_expr(S > 1):
-            cute.arch.cluster_wait()
-            G = config.group
-            for start in cutlass.range_constexpr(0, config.sums // G, W * WARP):
-                index = (thread + start) * G
-                if index < sent:
-                    total = self._sum_over_warps(partial, index)
-                    slot = rank * config.owned + index % config.owned
-                    words = tuple(total[j].bitcast(Int32) for j in range(G))
-                    cute.arch.store_async_dsmem(
-                        (inbox.iterator + slot).align(4 * G),
-                        words if G > 1 else words[0],
-                        received,
-                        index // config.owned,
-                    )
-            for start in cutlass.range_constexpr(0, config.owned, W * WARP):
-                slot = thread + start
+            for n in cutlass.range_constexpr(len(sources)):
+                if (thread + n * threads) * G < sent:
+                    total = self._sum_over_warps(sources[n], G)
+                    send_floats(targets[n], total, bells[n])
+            for n in cutlass.range_constexpr(len(results)):
+                slot = thread + n * threads
                 if slot < mine:
+                    # Whether or not it stores a result: a block stays until it got everything.
                     wait_cluster(received, 0)
-                    value = Float32(0.0)
+                    parts = []
                     for peer in cutlass.range_constexpr(S):
-                        value = value + inbox[peer, slot]
+                        place = inbox_places[n] + peer * config.owned * 4
+                        parts.append(load_floats(place, 1)[0])
+                    value = sum_pairwise(parts)
                     self._store(
-                        out, rank * config.owned + slot, value, token0, tokens, expert0, experts
+                        out,
+                        results[n],
+                        rank * config.owned + slot,
+                        value,
+                        token0,
+                        tokens,
+                        expert0,
+                        experts,
                     )
         else:
-            for start in cutlass.range_constexpr(0, config.sums, W * WARP):
-                index = thread + start
+            for n in cutlass.range_constexpr(len(results)):
+                index = thread + n * threads
                 if index < config.sums:
-                    value = Float32(0.0)
-                    for j in cutlass.range_constexpr(W):
-                        value = value + partial[j, index // XT, index % XT]
-                    self._store(out, index, value, token0, tokens, expert0, experts)
+                    value = self._sum_over_warps(sources[n], 1)[0]
+                    self._store(out, results[n], index, value, token0, tokens, expert0, experts)
 
-    @cute.jit
-    def _sum_over_warps(self, partial: cute.Tensor, index: Int32) -> cute.Tensor:
-        """A group of neighbouring sums of the tile, each over all warps, by one read a warp."""
+    def _partial_address(self, partial: cute.Tensor, index: Int32) -> Int32:
+        """Where the first warp keeps a sum of the tile; every other warp does so equally far on."""
+        XT = self.config.experts_tile
+        offset = index // XT * self.config.pitch + index % XT
+        address: Int32 = partial.iterator.toint() + offset * 4
+        return address
+
+    def _result_address(
+        self, out: cute.Pointer, index: Int32, token0: Int32, expert0: Int32, experts: Int32
+    ) -> Int64:
+        """Where a sum of the tile goes, if it lies within the output."""
+        XT = self.config.experts_tile
+        element = Int64(token0 + index // XT) * Int64(experts) + Int64(expert0 + index % XT)
+        address: Int64 = computed_here(out.toint() + element * (out.dtype.width // 8))
+        return address
+
+    def _sum_over_warps(self, source: Int32, count: int) -> list[Float32]:
+        """Neighbouring sums of the tile, each over all warps, by one read a warp."""
         config = self.config
-        XT, G = config.experts_tile, config.group
-        total = cute.make_rmem_tensor((G,), Float32)
-        total.fill(0.0)
-        part = cute.make_rmem_tensor((G,), Float32)
-        for j in cutlass.range_constexpr(config.warps):
-            offset = (j * config.tokens + index // XT) * config.pitch + index % XT
-            source = cute.make_tensor(
-                (partial.iterator + offset).align(4 * G), cute.make_layout((G,))
-            )
-            cute.autovec_copy(source, part)
-            for i in cutlass.range_constexpr(G):
-                total[i] = total[i] + part[i]
-        return total
+        warp_bytes = config.tokens * config.pitch * 4
+        parts = [load_floats(source + j * warp_bytes, count) for j in range(config.warps)]
+        return [sum_pairwise([part[i] for part in parts]) for i in range(count)]
 
     @cute.jit
     def _store(
         self,
         out: cute.Pointer,
+        address: Int64,
         index: Int32,
         value: Float32,
         token0: Int32,
@@ -299,7 +337,7 @@ class Oneshot:
         token = token0 + index // self.config.experts_tile
         expert = expert0 + index % self.config.experts_tile
         if (token < tokens) & (expert < experts):
-            store_element(out, Int64(token) * Int64(experts) + Int64(expert), value)
+            store_element_at(out, address, value)
 
 
 def entry(config: OneshotConfig, *, out_dtype: DType, pdl: bool) -> tuple[Any, tuple[Any, ...]]:

@@ -5,6 +5,8 @@ Constraints and launch of the kernel in `llbf16_aot.kernels.oneshot`, without th
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from ..errors import ConfigError
@@ -24,6 +26,7 @@ __all__ = [
     "TOKENS_TILES",
     "OneshotConfig",
     "OneshotTile",
+    "Release",
     "check",
     "config_for",
     "geometry",
@@ -56,6 +59,10 @@ MAX_STATIC_SHARED_BYTES = 48 * 1024
 REGISTER_FILE = 65_536
 """32-bit registers of an SM on every supported architecture."""
 
+Release = Literal["start", "wait"]
+"""When a block lets the next kernel in the stream start: at its own start, or behind its wait on
+the kernel ahead. Early, the next weights come sooner; late, they do not compete with this x."""
+
 PARAMS = (
     ParamSource.X,
     ParamSource.WEIGHT,
@@ -78,7 +85,12 @@ SOURCES = (
 
 
 class OneshotTile(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="oneshot", tag_field="backend"
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag="oneshot",
+    tag_field="backend",
 ):
     """Tile configuration.
 
@@ -90,6 +102,7 @@ class OneshotTile(
     split_k: int
     warps: int
     vectors: int
+    release: Release = "start"
 
 
 class OneshotConfig(
@@ -103,6 +116,7 @@ class OneshotConfig(
     split_k: int
     warps: int
     vectors: int
+    release: Release = "start"
 
     @property
     def blocks(self) -> int:
@@ -150,6 +164,8 @@ def config_for(tile: OneshotTile, problem: Problem) -> OneshotConfig:
         split_k=tile.split_k,
         warps=tile.warps,
         vectors=tile.vectors,
+        # Without dependent launch nothing is released: one kernel, one key.
+        release=tile.release if problem.pdl else "start",
     )
 
 

@@ -216,6 +216,25 @@ def test_torch_compile_that_does_not_work_is_a_reason_not_an_error(
     assert bench.compiled() == "RuntimeError: no C compiler"
 
 
+def test_torch_compile_compiles_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches eager figures under its name: it compiles a function for a few shapes only."""
+    compiled: list[object] = []
+    real = torch.compile
+
+    def backend(module: torch.fx.GraphModule, inputs: object) -> object:
+        compiled.append(inputs)
+        return module
+
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: real(function, backend=backend, **options)
+    )
+    lab, _, _ = lab_of(monkeypatch)
+    for number in range(12):
+        call = lab.bench(64, 8 + number, 1).compiled()
+        assert not isinstance(call, str), call
+    assert len(compiled) == 12
+
+
 def test_every_candidate_of_a_cell_can_be_loaded_and_is_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

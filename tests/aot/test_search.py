@@ -24,7 +24,7 @@ SM_90A = Target.parse("sm_90a")
 
 HIDDEN = (1024, 2048, 2304, 2688, 2880, 3072, 4096, 5120, 6144, 7168, 8192)
 
-MOST = 80
+MOST = 160
 """Tiles of a cell: what a tuning run can measure in the time that a GPU is lent for."""
 
 # The fastest tile of each cell in earlier measurements on an H200 (K, M, tile), clusters up to 8.
@@ -61,6 +61,8 @@ WINNERS = [
     (7168, 8, OneshotTile(32, 8, 7, 4)),
     (7168, 16, OneshotTile(16, 8, 7, 4)),
     (7168, 16, OneshotTile(32, 8, 14, 2)),
+    (2880, 16, OneshotTile(16, 8, 4, 3, release="wait")),
+    (4096, 16, OneshotTile(32, 8, 8, 2, release="wait")),
     (7168, 1, DotprodTile(256, 1)),
     (7168, 1, DotprodTile(512, 1)),
     (7168, 5, SplitkTile(6, 4)),
@@ -93,6 +95,17 @@ def test_a_cell_has_enough_candidates_and_not_too_many(hidden: int) -> None:
         tiles = search_space(hidden, tokens)
         assert 20 <= len(tiles) <= MOST, (hidden, tokens)
         assert len([t for t in tiles if isinstance(t, OneshotTile)]) >= 15
+
+
+def test_a_late_release_is_tried_where_x_is_large() -> None:
+    """Catches a space that doubles where an early release wins, or lacks what wins elsewhere."""
+
+    def late(tokens: int) -> int:
+        tiles = search_space(4096, tokens)
+        return sum(isinstance(t, OneshotTile) and t.release == "wait" for t in tiles)
+
+    assert late(1) == late(8) == 0
+    assert late(9) == late(16) > 10
 
 
 @pytest.mark.parametrize("tokens", [9, 16, 17, 64])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from llbf16_aot.backends import OneshotTile, SplitkTile
 from llbf16_aot.dispatch import LibraryTile, Origin
@@ -126,3 +127,4 @@ def test_tiles_are_written_as_people_read_them() -> None:
         "splitk(6,4)",
         "library",
     ]
+    assert tile_text(msgspec.structs.replace(A, release="wait")) == "oneshot(16,8,7,4,wait)"
