@@ -38,6 +38,6 @@ mkdir "$work/empty"
 MYPYPATH=$work/package "$venv/bin/python" -m mypy --config-file pyproject.toml -p llbf16_aot
 
 # The tests and programs, against the same package. torch has functions without types.
-export MYPYPATH=$work/package:tests:tests/aot:tests/kernels:scripts
+export MYPYPATH=$work/package:tests:tests/aot:tests/gpu:tests/kernels:scripts
 "$venv/bin/python" -m mypy --config-file pyproject.toml --explicit-package-bases \
     --allow-untyped-calls --exclude '^tests/data/' tests scripts
