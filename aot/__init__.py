@@ -14,38 +14,60 @@ if TYPE_CHECKING:
     from .builder import build
     from .dispatch import warmup_keys
     from .errors import AotError
+    from .gate import GateLinear
     from .key import CompileKey
     from .manifest import Manifest
+    from .ops import router_gemm, router_gemm_out
+    from .patch import patch_model
     from .problem import DType, Problem, Target
-    from .runtime import Runtime, load_and_run
+    from .runtime import Runtime, freeze, load_and_run, preload, stats, weights_updated
     from .store import Store
+    from .wanted import PreloadReport
 
 __all__ = [
     "AotError",
     "CompileKey",
     "DType",
+    "GateLinear",
     "Manifest",
+    "PreloadReport",
     "Problem",
     "Runtime",
     "Store",
     "Target",
     "build",
+    "freeze",
     "load_and_run",
+    "patch_model",
+    "preload",
+    "router_gemm",
+    "router_gemm_out",
+    "stats",
     "warmup_keys",
+    "weights_updated",
 ]
 
 _HOME = {
     "AotError": "errors",
     "CompileKey": "key",
     "DType": "problem",
+    "GateLinear": "gate",
     "Manifest": "manifest",
+    "PreloadReport": "wanted",
     "Problem": "problem",
     "Runtime": "runtime",
     "Store": "store",
     "Target": "problem",
     "build": "builder",
+    "freeze": "runtime",
     "load_and_run": "runtime",
+    "patch_model": "patch",
+    "preload": "runtime",
+    "router_gemm": "ops",
+    "router_gemm_out": "ops",
+    "stats": "runtime",
     "warmup_keys": "dispatch",
+    "weights_updated": "runtime",
 }
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -33,7 +33,8 @@ from .errors import (
     UsageError,
 )
 from .key import CompileKey, kernel_source_digest
-from .launch import Attribute, LaunchRecord
+from .launch import EPILOGUE_PARAMS, Attribute, LaunchRecord
+from .layers import ArtifactSource, open_layers
 from .plan import BuildPlan, PlanItem, plan_build, staleness
 from .problem import Target
 from .report import BuildReport, BuildResult, Outcome
@@ -105,7 +106,7 @@ def assemble(key: CompileKey, compiled: Compiled, *, compiler: dict[str, str]) -
         compiled.symbol,
         backend.geometry(key.config),
         attributes=(Attribute.PROGRAMMATIC_STREAM_SERIALIZATION,) if key.pdl else (),
-        sources=backend.PARAMS,
+        sources=(*backend.PARAMS, *EPILOGUE_PARAMS[key.epilogue]),
     )
     info = check_cubin(launch, Target.parse(key.target), compiled.cubin)
     if info.local_bytes:
@@ -166,6 +167,8 @@ class _Workers:
         self._force = force
         self._lock_limit_s = lock_limit_s
         self._threads: list[threading.Thread] = []
+        self._telling = threading.Lock()
+        self._told = False
 
     def start(self, count: int) -> None:
         """Start the threads; they end when nothing is left to do."""
@@ -240,21 +243,31 @@ class _Workers:
         except UntrustedStoreError:
             raise
         except StoreError as error:
-            _log.warning("%s: built, not stored: %s", short(item.digest), error.message)
+            self._tell(item, error)
             return BuildResult(item, Outcome.COMPILED, artifact=artifact, unpublished=error)
         return BuildResult(item, Outcome.COMPILED, artifact=artifact)
+
+    def _tell(self, item: PlanItem, error: StoreError) -> None:
+        """Warn of the first artifact that the store does not take: the others say no more."""
+        with self._telling:
+            level = logging.INFO if self._told else logging.WARNING
+            self._told = True
+        _log.log(level, "%s: built, not stored: %s", short(item.digest), error.message)
 
 
 def execute(
     plan: BuildPlan,
     *,
     store: Store,
+    layers: Iterable[ArtifactSource] = (),
     jobs: int | None = None,
     on_event: Callable[[Event], None] | None = None,
     limit_s: float | None = None,
     command: Sequence[str] | None = None,
 ) -> BuildReport:
-    """Do what the plan says, and prove the coverage.
+    """Do what the plan says, and prove the coverage; all that is compiled goes into `store`.
+
+    `layers` are those below the store that the plan was made with.
 
     The report holds every artifact, those that the store would not take too; its `check` raises
     what went wrong with single ones. A key that fails stops no other. Raises UsageError for `jobs`
@@ -266,11 +279,14 @@ def execute(
     _check_jobs(jobs)
     results: dict[str, BuildResult] = {}
     work = list(plan.work)
+    source = open_layers(store, layers)
     for item in plan.items:
         if item.compile:
             continue
-        found = store.get(item.digest)
+        found = source.get(item.digest)
         if isinstance(found, Artifact):
+            # Not written in a layer: what it has is not in the store.
+            store.touch(item.digest)
             results[item.digest] = BuildResult(item, Outcome.KEPT, artifact=found)
         else:
             _log.info("%s: gone since the plan was made: %s", short(item.digest), found.detail)
@@ -292,6 +308,7 @@ def execute(
 def build(
     *manifests: Manifest | str | Path,
     store: Store | Path | str | None = None,
+    layers: Iterable[Store | Path | str] | None = None,
     targets: Iterable[Target | str] = (),
     jobs: int | None = None,
     force: bool = False,
@@ -301,7 +318,9 @@ def build(
     """Build all that the manifests need into a store, by default the user's.
 
     A manifest may be given by its path or, if it comes with the package, its name. `store` is a
-    Store or its absolute path; without one, LLBF16_AOT_STORE or the user's cache. `targets`, as
+    Store or its absolute path; without one, LLBF16_AOT_STORE or the user's cache. `layers` are the
+    read-only stores below it, by default those of LLBF16_AOT_LAYERS: what they have is not compiled
+    again. A store that cannot be written is warned of once. `targets`, as
     `sm_90a`, take the place of the manifests' own. At most `jobs` compiler processes run at once,
     by default LLBF16_AOT_JOBS, else one for each core. `force` compiles what the store has and is
     up to date, too. `on_event` is called in this thread with each Event; what it raises ends the
@@ -322,17 +341,20 @@ def build(
     if not isinstance(store, Store):
         explicit = None if store is None else Path(store)
         store = Store(Environment().store_location(explicit).root)
+    below = Environment().layers if layers is None else tuple(layers)
+    opened = tuple(each if isinstance(each, Store) else Store(Path(each)) for each in below)
+    source = open_layers(store, opened)
     loaded = (m if isinstance(m, Manifest) else Manifest.load(m) for m in manifests)
-    plan = plan_build(*loaded, store=store, targets=targets, force=force)
+    plan = plan_build(*loaded, store=source, targets=targets, force=force)
     if dry_run:
-        report = rehearse(plan, store=store)
+        report = rehearse(plan, store=source)
     else:
-        report = execute(plan, store=store, jobs=jobs, on_event=on_event)
+        report = execute(plan, store=store, layers=opened, jobs=jobs, on_event=on_event)
     report.check_coverage()
     return report
 
 
-def rehearse(plan: BuildPlan, *, store: Store) -> BuildReport:
+def rehearse(plan: BuildPlan, *, store: ArtifactSource) -> BuildReport:
     """The report of a build in which every compilation works: compiles nothing, proves coverage.
 
     Raises UntrustedStoreError.
@@ -346,7 +368,7 @@ def rehearse(plan: BuildPlan, *, store: Store) -> BuildReport:
     )
 
 
-def _kept(store: Store, item: PlanItem) -> BuildResult:
+def _kept(store: ArtifactSource, item: PlanItem) -> BuildResult:
     found = store.get(item.digest)
     if isinstance(found, Artifact):
         return BuildResult(item, Outcome.KEPT, artifact=found)

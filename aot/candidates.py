@@ -11,8 +11,8 @@ from .problem import DType, Problem, Target
 from .search import PROBES, candidate_keys, probe_key
 
 if TYPE_CHECKING:
+    from .layers import ArtifactSource
     from .manifest import Manifest
-    from .store import Store
 
 __all__ = ["plan_candidates"]
 
@@ -22,7 +22,7 @@ PROBE_MODEL = "measurements"
 
 def plan_candidates(
     *manifests: Manifest,
-    store: Store,
+    store: ArtifactSource,
     targets: Iterable[Target | str] = (),
     force: bool = False,
 ) -> BuildPlan:

@@ -16,8 +16,10 @@ from typing import BinaryIO
 
 import msgspec
 
+from .backends import OPERANDS
 from .errors import AotError, CompileError
 from .key import CompileKey
+from .problem import Epilogue
 from .protocol import Compiled, Ready, Reply, Request
 from .toolchain import COMPILE_OPTIONS
 
@@ -39,13 +41,18 @@ def compile_key(key: CompileKey) -> Compiled:
     import cutlass.cute as cute
 
     family = importlib.import_module(f"{__package__}.kernels.{key.backend}")
-    function, arguments = family.entry(key.config, out_dtype=key.out_dtype, pdl=key.pdl)
+    options: dict[str, object] = {"out_dtype": key.out_dtype, "pdl": key.pdl}
+    if key.epilogue is not Epilogue.NONE:
+        options["epilogue"] = key.epilogue
+    if len({x for x, _ in OPERANDS[key.backend]}) > 1:
+        options["x_dtype"] = key.x_dtype
+    function, arguments = family.entry(key.config, **options)
     function.kernel.set_name_prefix(
         f"llbf16_aot_{key.backend}", remove_cutlass_symbol=True, keep_mangled_name=False
     )
     # One string: options given as `cute.compile[...]` would be dropped beside it.
-    options = " ".join((f"--gpu-arch {key.target}", "--keep-cubin", "--keep-ptx", *COMPILE_OPTIONS))
-    compiled = cute.compile(function, *arguments, options=options)
+    flags = " ".join((f"--gpu-arch {key.target}", "--keep-cubin", "--keep-ptx", *COMPILE_OPTIONS))
+    compiled = cute.compile(function, *arguments, options=flags)
     symbols = list(compiled.kernel_info)
     if len(symbols) != 1:
         raise CompileError(f"{key}: expected one kernel, the compiler made {symbols}")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 __all__ = ["CudaDevices", "Devices"]
+
+
+Empty: TypeAlias = Callable[[tuple[int, int], tuple[int, int], torch.dtype], torch.Tensor]
+"""Makes a tensor of a shape, strides and a dtype on the current device."""
 
 
 class Devices(Protocol):
@@ -30,6 +34,11 @@ class Devices(Protocol):
     def capturing(self) -> bool:
         """Whether the current device's current stream is being captured into a graph."""
 
+    def empty(
+        self, shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor on the current device whose values are not set."""
+
 
 class CudaDevices:
     """The CUDA devices of torch."""
@@ -44,6 +53,7 @@ class CudaDevices:
         current: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
         self.stream: Callable[[int], int] = raw_stream or _stream
         self.current: Callable[[], int] = current or torch.cuda.current_device
+        self.empty: Empty = _fast_empty() or _empty
 
     def guard(self, index: int) -> AbstractContextManager[object]:
         """Make a device the current one for a while."""
@@ -52,6 +62,20 @@ class CudaDevices:
     def capturing(self) -> bool:
         """Whether the current device's current stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
+
+
+def _fast_empty() -> Empty | None:
+    """What torch.compile's code allocates with: a third of torch.empty's cost on the host."""
+    try:
+        from torch._C._dynamo import guards
+    except ImportError:
+        return None
+    empty: Empty | None = getattr(guards, "_empty_strided_cuda", None)
+    return empty
+
+
+def _empty(shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
 def _stream(index: int) -> int:

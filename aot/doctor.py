@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from .environment import Environment
-from .errors import AotError
+from .errors import AotError, UntrustedStoreError
 from .text import size, table
 from .toolchain import COMPILER, KNOWN_TARGETS, builder_version, toolchain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from .store import Store
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["Diagnosis", "Finding", "Mount", "Status", "diagnose", "find_mount"]
 
@@ -109,8 +107,16 @@ def find_mount(path: Path, mountinfo: str) -> Mount | None:
     return best
 
 
-def diagnose(store_path: Path | None = None, environment: Environment | None = None) -> Diagnosis:
-    """Look at everything; never raises for what it finds."""
+def diagnose(
+    store_path: Path | None = None,
+    environment: Environment | None = None,
+    *,
+    layer_paths: Sequence[Path] | None = None,
+) -> Diagnosis:
+    """Look at everything; never raises for what it finds.
+
+    `layer_paths` take the place of LLBF16_AOT_LAYERS.
+    """
     environment = Environment() if environment is None else environment
     return Diagnosis(
         (
@@ -119,6 +125,7 @@ def diagnose(store_path: Path | None = None, environment: Environment | None = N
             *_driver(),
             *_settings(environment),
             *_store(store_path, environment),
+            *_layers(layer_paths, environment),
         )
     )
 
@@ -193,8 +200,6 @@ def _tuning(name: str) -> Finding:
 
 
 def _store(store_path: Path | None, environment: Environment) -> Iterator[Finding]:
-    from .store import Store
-
     section = "store"
     try:
         location = environment.store_location(store_path)
@@ -203,18 +208,38 @@ def _store(store_path: Path | None, environment: Environment) -> Iterator[Findin
         return
     root = location.root
     yield Finding(section, "path", str(root), f"{root} (from {location.origin})")
-    yield from _folder(root)
-    yield from _file_system(root)
-    if os.path.isdir(root):  # unlike Path.is_dir, False where the path is too long
-        yield from _entries(Store(root))
+    missing = "not yet; the first build makes it"
+    yield from _folder(root, section, missing, Status.OK)
+    yield from _file_system(root, section)
+    yield from _free_space(root, section)
+    yield from _entries(root, section)
 
 
-def _folder(root: Path) -> Iterator[Finding]:
-    section = "store"
+def _layers(layer_paths: Sequence[Path] | None, environment: Environment) -> Iterator[Finding]:
+    """The read-only stores, in the order in which they are asked after the store."""
+    try:
+        layers = environment.layers if layer_paths is None else tuple(layer_paths)
+    except AotError as error:
+        yield Finding("layers", "bad value", None, error.message, Status.BROKEN, error.hint)
+        return
+    origin = "LLBF16_AOT_LAYERS" if layer_paths is None else "--layer"
+    order = ("store", *map(str, layers))
+    text = "the store, then " + ", then ".join(order[1:]) if layers else "the store only"
+    yield Finding("layers", "order", order, text)
+    for number, root in enumerate(layers, 1):
+        section = f"layer {number}"
+        yield Finding(section, "path", str(root), f"{root} (from {origin})")
+        missing = "no; it is passed over"
+        yield from _folder(root, section, missing, Status.WARNING)
+        yield from _file_system(root, section)
+        yield from _entries(root, section)
+
+
+def _folder(root: Path, section: str, missing: str, status: Status) -> Iterator[Finding]:
     try:
         found = root.stat()
     except FileNotFoundError:
-        yield Finding(section, "exists", False, "not yet; the first build makes it")
+        yield Finding(section, "exists", False, missing, status)
         return
     except OSError as error:
         text = f"cannot be looked at: {error.strerror}"
@@ -223,6 +248,8 @@ def _folder(root: Path) -> Iterator[Finding]:
     yield Finding(section, "exists", True, "yes")
     if not stat.S_ISDIR(found.st_mode):
         advice = "name a directory with --store or LLBF16_AOT_STORE"
+        if section != "store":
+            advice = "name a directory with --layer or LLBF16_AOT_LAYERS"
         yield Finding(section, "kind", "file", "no directory", Status.BROKEN, advice)
         return
     if root.is_symlink():
@@ -232,31 +259,33 @@ def _folder(root: Path) -> Iterator[Finding]:
     yield Finding(section, "owner", owner, owner)
     mode = f"{stat.S_IMODE(found.st_mode):04o}"
     yield Finding(section, "mode", mode, mode)
-    writable = os.access(root, os.W_OK | os.X_OK)
-    yield Finding(section, "writable", writable, "yes" if writable else "no; enough to load from")
+    if section == "store":
+        writable = os.access(root, os.W_OK | os.X_OK)
+        text = "yes" if writable else "no; enough to load from"
+        yield Finding(section, "writable", writable, text)
 
 
-def _file_system(root: Path) -> Iterator[Finding]:
-    section = "store"
-    base = Path(os.path.realpath(root))
-    # Unlike Path.exists, os.path.exists says False of a path that is too long.
-    while not os.path.exists(base) and base != base.parent:
-        base = base.parent
+def _file_system(root: Path, section: str) -> Iterator[Finding]:
     try:
-        mount = find_mount(base, Path("/proc/self/mountinfo").read_text(errors="surrogateescape"))
+        text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        mount = find_mount(_nearest(root), text)
     except OSError:
         mount = None
-    if mount is not None:
-        advice = ""
-        if mount.kind in _NETWORK_FILE_SYSTEMS:
-            advice = "shared over a network: new entries may be seen late, and locks may not work"
-        elif mount.kind in _MEMORY_FILE_SYSTEMS:
-            advice = "held in memory: gone after the next start"
-        status = Status.WARNING if advice else Status.OK
-        text = f"{mount.kind}, mounted at {mount.point}"
-        yield Finding(section, "file system", mount.kind, text, status, advice)
+    if mount is None:
+        return
+    advice = ""
+    if mount.kind in _NETWORK_FILE_SYSTEMS:
+        advice = "shared over a network: new entries may be seen late, and locks may not work"
+    elif mount.kind in _MEMORY_FILE_SYSTEMS:
+        advice = "held in memory: gone after the next start"
+    status = Status.WARNING if advice else Status.OK
+    text = f"{mount.kind}, mounted at {mount.point}"
+    yield Finding(section, "file system", mount.kind, text, status, advice)
+
+
+def _free_space(root: Path, section: str) -> Iterator[Finding]:
     try:
-        room = os.statvfs(base)
+        room = os.statvfs(_nearest(root))
     except OSError as error:
         yield Finding(section, "free space", None, f"unknown: {error.strerror}")
         return
@@ -272,17 +301,41 @@ def _file_system(root: Path) -> Iterator[Finding]:
     )
 
 
-def _entries(store: Store) -> Iterator[Finding]:
+def _nearest(root: Path) -> Path:
+    """The root or, where it does not exist, the nearest of its parents that does."""
+    base = Path(os.path.realpath(root))
+    # Unlike Path.exists, os.path.exists says False of a path that is too long.
+    while not os.path.exists(base) and base != base.parent:
+        base = base.parent
+    return base
+
+
+def _entries(root: Path, section: str) -> Iterator[Finding]:
+    from .pins import pins
+    from .store import Store
+
+    if not os.path.isdir(root):  # unlike Path.is_dir, False where the path is too long
+        return
+    store = Store(root)
     # The store itself decides whether owner and mode of everything on the way can be trusted.
     try:
         digests = store.digests()
+        pinned = pins(store)
         used_bytes = store.usage()
-    except AotError as error:
-        yield Finding("store", "entries", None, error.message, Status.BROKEN, error.hint)
+    except UntrustedStoreError as error:
+        yield Finding(section, "trusted", False, error.message, Status.BROKEN, error.hint)
         return
+    except AotError as error:
+        yield Finding(section, "entries", None, error.message, Status.BROKEN, error.hint)
+        return
+    yield Finding(section, "trusted", True, "yes: only its owner and root can change it")
     text = f"{len(digests)}, {size(used_bytes)}; 'llbf16-aot verify' reads them all"
-    yield Finding("store", "entries", len(digests), text)
-    yield Finding("store", "used", used_bytes, size(used_bytes))
+    yield Finding(section, "entries", len(digests), text)
+    if pinned:
+        absent = len(pinned.difference(digests))
+        text = f"{len(pinned)}{f', {absent} of them without an entry' if absent else ''}"
+        yield Finding(section, "pins", len(pinned), text)
+    yield Finding(section, "used", used_bytes, size(used_bytes))
 
 
 def _user_name(uid: int) -> str:

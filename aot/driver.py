@@ -10,9 +10,11 @@ import ctypes
 import threading
 from typing import Any, NamedTuple, NewType, Protocol
 
+from .compat import check_driver
 from .errors import DriverError
 
 __all__ = [
+    "WORD_BYTES",
     "CudaDriver",
     "DeviceInfo",
     "Driver",
@@ -22,6 +24,7 @@ __all__ = [
     "Library",
     "PreparedLaunch",
     "inventory",
+    "words_of",
 ]
 
 Library = NewType("Library", int)
@@ -34,6 +37,9 @@ MIN_DRIVER_VERSION = 12040
 """CUDA 12.4, the first with cuKernelGetParamInfo and cuFuncLoad."""
 
 _NAME_BYTES = 256
+
+WORD_BYTES = 8
+"""Bytes of a word of the parameter buffer, which is also those of a pointer."""
 
 MAX_PARAMS = 64
 """More parameters than any kernel here has: the query of their layout ends there at the latest."""
@@ -71,8 +77,20 @@ class Inventory(NamedTuple):
     devices: tuple[DeviceInfo, ...]
 
 
+def words_of(size_bytes: int) -> int:
+    """Words of the buffer for that many bytes of parameters, with a spare one at the end."""
+    return -(-size_bytes // WORD_BYTES) + 1
+
+
 class PreparedLaunch(Protocol):
     """A launch that lacks only its stream and its parameters. For one thread at a time."""
+
+    @property
+    def params(self) -> memoryview:
+        """The bytes of the parameter buffer: whole words, the last of which the kernel ignores."""
+
+    def launch(self, stream: int) -> None:
+        """Enqueue the kernel with what the buffer holds now; raises DriverError."""
 
     def __call__(self, stream: int, params: bytes) -> None:
         """Enqueue the kernel with this parameter buffer; raises DriverError."""
@@ -81,14 +99,23 @@ class PreparedLaunch(Protocol):
 class Driver(Protocol):
     """What the runtime needs of a driver. `device` is an ordinal, as torch numbers devices."""
 
+    def device_count(self) -> int:
+        """How many GPUs this process sees."""
+
     def compute_capability(self, device: int) -> tuple[int, int]:
         """Major and minor number."""
+
+    def has_context(self, device: int) -> bool:
+        """Whether this process has a context on the device already; makes none."""
 
     def bind_context(self, device: int) -> None:
         """Make sure that the calling thread's current context is one of this device."""
 
     def load_library(self, cubin: bytes) -> Library:
-        """Load machine code. The driver keeps its own copy; the bytes must have been checked."""
+        """Load machine code. The driver keeps its own copy; the bytes must have been checked.
+
+        Raises DriverTooOldError for code that this driver is too old for, and DriverError.
+        """
 
     def unload_library(self, library: Library) -> None:
         """Unload machine code of which no kernel was launched."""
@@ -131,6 +158,8 @@ class CudaDriver:
         version = int(self._value("cuDriverGetVersion", driver.cuDriverGetVersion()))
         self.cuda_version = _dotted(version)
         """The CUDA version that the driver speaks, as 13.0."""
+        self.cuda_release = (version // 1000, version % 1000 // 10)
+        """The same as numbers."""
         if version < MIN_DRIVER_VERSION:
             raise DriverError(
                 f"the driver speaks CUDA {self.cuda_version}, needed is "
@@ -154,6 +183,13 @@ class CudaDriver:
     def device_count(self) -> int:
         """How many GPUs the driver shows to this process."""
         return int(self._value("cuDeviceGetCount", self._api.cuDeviceGetCount()))
+
+    def has_context(self, device: int) -> bool:
+        """Whether the device's primary context, which torch uses, is active in this process."""
+        result = self._api.cuDevicePrimaryCtxGetState(self._device(device))
+        if result[0]:
+            raise _error(self._api, "cuDevicePrimaryCtxGetState", result[0])
+        return bool(result[2])
 
     def device_name(self, device: int) -> str:
         """The product name of a device."""
@@ -186,7 +222,9 @@ class CudaDriver:
         """Load machine code from memory. The driver keeps its own copy.
 
         Only checked bytes may come here: a cubin that was cut short can hang the driver for good.
+        Raises DriverTooOldError, with both versions, for code of a later CUDA than the driver's.
         """
+        check_driver(cubin, self.cuda_release)
         result = self._api.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
         return Library(int(self._value("cuLibraryLoadData", result)))
 
@@ -268,14 +306,13 @@ class _CudaLaunch:
         launch.numAttrs = len(attributes)
         self._config = launch
         self._stream = 0
-        self._buffer = ctypes.create_string_buffer(config.params_size_bytes or 1)
-        self._view = memoryview(self._buffer).cast("B")
+        self._buffer = (ctypes.c_uint64 * words_of(config.params_size_bytes))()
+        self.params = memoryview(self._buffer).cast("B")
         base = ctypes.addressof(self._buffer)
         self._pointers = (ctypes.c_void_p * (len(config.params) or 1))(
             *(base + offset for offset, _ in config.params)
         )
         self._pointers_address = ctypes.addressof(self._pointers)
-        self._size_bytes = config.params_size_bytes
 
     def _attributes(self, config: LaunchConfig) -> list[Any]:
         names = self._api.CUlaunchAttributeID
@@ -294,13 +331,16 @@ class _CudaLaunch:
         return found
 
     def __call__(self, stream: int, params: bytes) -> None:
-        self._view[: self._size_bytes] = params
+        self.params[: len(params)] = params
+        self.launch(stream)
+
+    def launch(self, stream: int) -> None:
         if stream != self._stream:
             self._config.hStream = stream
             self._stream = stream
-        (code,) = self._launch(self._config, self._function, self._pointers_address, 0)
-        if code:
-            raise _error(self._api, f"cuLaunchKernelEx({self._describe})", code)
+        result = self._launch(self._config, self._function, self._pointers_address, 0)
+        if result[0]:
+            raise _error(self._api, f"cuLaunchKernelEx({self._describe})", result[0])
 
 
 def inventory() -> Inventory:

@@ -19,7 +19,7 @@ from .launch import LaunchRecord
 from .problem import Target
 from .sections import ElfFile, SectionType, cut
 
-__all__ = ["Cubin", "KernelInfo", "check_cubin", "read_cubin"]
+__all__ = ["Cubin", "KernelInfo", "check_cubin", "read_cubin", "toolkit_release"]
 
 MAX_SYMBOLS = 1 << 16
 MAX_ATTRIBUTES_BYTES = 4 << 20
@@ -57,8 +57,17 @@ _EIATTR_KPARAM_INFO_V2 = 0x45
 _TOTALS = (_EIATTR_REGCOUNT, _EIATTR_FRAME_SIZE, _EIATTR_MIN_STACK_SIZE)
 _EICOMPAT_ACCELERATOR_TARGET = 0x09
 
+_SHORT_FORMATS = frozenset((_EIFMT_NVAL, _EIFMT_BVAL, _EIFMT_HVAL))
+_PARAMETERS = frozenset((_EIATTR_KPARAM_INFO, _EIATTR_KPARAM_INFO_V2))
+_TRIPLES = frozenset((_EIATTR_REQNTID, _EIATTR_MAX_THREADS, _EIATTR_CTA_PER_CLUSTER))
+_OF_KERNEL = _PARAMETERS | _TRIPLES | {_EIATTR_CBANK_PARAM_SIZE}
+_OF_ALL = frozenset(_TOTALS)
+_OF_TARGET = frozenset((_EICOMPAT_ACCELERATOR_TARGET,))
+
 _TOOLKIT_SECTION = ".note.nv.tkinfo"
 _TOOLKIT_NOTE = (b"NVIDIA Corp\0", 2000)
+_RELEASE = re.compile(rb"Cuda compilation tools, release ([0-9]{1,3})\.([0-9]{1,3}),")
+_E_VERSION = slice(20, 24)
 _ARCH_OPTION = re.compile(rb"(?:^|[\s\0])-?-(?:arch|gpu-name)[ =](sm_[0-9]{2,3}[af]?)(?=[\s\0]|$)")
 
 
@@ -199,22 +208,29 @@ def _entry_symbols(elf: ElfFile) -> Iterator[_Symbol]:
         yield _Symbol(name, index, section_index)
 
 
-def _attributes(body: bytes, where: str) -> Iterator[tuple[int, int, bytes]]:
-    """Each attribute of a list as (format, name, value)."""
+def _attributes(body: bytes, where: str, wanted: frozenset[int]) -> list[tuple[int, int, bytes]]:
+    """The wanted ones of a list's attributes, as (format, name, value); every one is checked."""
+    found: list[tuple[int, int, bytes]] = []
     offset, end = 0, len(body)
+    # In one loop, without a call for each: a kernel has dozens, and all are read at every load.
     while offset < end:
         if end - offset < 4:
             raise InvalidArtifactError(f"{where} ends within an attribute")
-        form, name, low, high = body[offset : offset + 4]
-        offset += 4
+        form, name = body[offset], body[offset + 1]
+        start = offset + 2
         if form == _EIFMT_SVAL:
-            value = cut(body, offset, low | high << 8, "the value of an attribute")
-            offset += len(value)
-        elif form in (_EIFMT_NVAL, _EIFMT_BVAL, _EIFMT_HVAL):
-            value = body[offset - 2 : offset]
+            size = body[start] | body[start + 1] << 8
+            start += 2
+            offset = start + size
+            if offset > end:
+                cut(body, start, size, "the value of an attribute")
+        elif form in _SHORT_FORMATS:
+            offset += 4
         else:
             raise InvalidArtifactError(f"attribute {name:#x} of {where} has unknown format {form}")
-        yield form, name, value
+        if name in wanted:
+            found.append((form, name, body[start:offset]))
+    return found
 
 
 def _unpacked(layout: struct.Struct, value: bytes, what: str) -> tuple[int, ...]:
@@ -232,8 +248,8 @@ def _read_kernel(elf: ElfFile, symbol: _Symbol, totals: dict[tuple[int, int], in
     params: dict[int, tuple[int, int]] = {}
     triples: dict[int, tuple[int, int, int]] = {}
     params_end = 0
-    for form, attribute, value in _attributes(elf.body(own), where):
-        if attribute in (_EIATTR_KPARAM_INFO, _EIATTR_KPARAM_INFO_V2):
+    for form, attribute, value in _attributes(elf.body(own), where, _OF_KERNEL):
+        if attribute in _PARAMETERS:
             if attribute == _EIATTR_KPARAM_INFO:
                 _, ordinal, offset, packed = _unpacked(_PARAM, value, "a parameter")
                 size = packed >> 18
@@ -242,7 +258,7 @@ def _read_kernel(elf: ElfFile, symbol: _Symbol, totals: dict[tuple[int, int], in
             if ordinal in params:
                 raise InvalidArtifactError(f"kernel {name} describes parameter {ordinal} twice")
             params[ordinal] = (offset, size)
-        elif attribute in (_EIATTR_REQNTID, _EIATTR_MAX_THREADS, _EIATTR_CTA_PER_CLUSTER):
+        elif attribute in _TRIPLES:
             x, y, z = _unpacked(_TRIPLE, value, "a block or cluster")
             if triples.setdefault(attribute, (x, y, z)) != (x, y, z):
                 raise InvalidArtifactError(f"kernel {name} states attribute {attribute:#x} twice")
@@ -294,13 +310,10 @@ def _read_totals(elf: ElfFile) -> dict[tuple[int, int], int]:
     """What `.nv.info` states of functions: (attribute, index in the symbol table) -> amount."""
     found: dict[tuple[int, int], int] = {}
     common = elf.require(".nv.info", SectionType.CUDA_INFO)
-    for _, attribute, value in _attributes(elf.body(common), ".nv.info"):
-        if attribute in _TOTALS:
-            index, amount = _unpacked(_PAIR, value, "an attribute of .nv.info")
-            if found.setdefault((attribute, index), amount) != amount:
-                raise InvalidArtifactError(
-                    f"attribute {attribute:#x} of symbol {index} has two values"
-                )
+    for _, attribute, value in _attributes(elf.body(common), ".nv.info", _OF_ALL):
+        index, amount = _unpacked(_PAIR, value, "an attribute of .nv.info")
+        if found.setdefault((attribute, index), amount) != amount:
+            raise InvalidArtifactError(f"attribute {attribute:#x} of symbol {index} has two values")
     return found
 
 
@@ -343,7 +356,7 @@ def _is_accelerated(elf: ElfFile) -> bool:
     if compat is None:
         return False
     accelerated = False
-    for form, name, value in _attributes(elf.body(compat), ".nv.compat"):
+    for form, name, value in _attributes(elf.body(compat), ".nv.compat", _OF_TARGET):
         if name == _EICOMPAT_ACCELERATOR_TARGET and form == _EIFMT_BVAL:
             if value[0] > 1:
                 raise InvalidArtifactError(f"cubin has the unknown accelerator target {value[0]}")
@@ -351,12 +364,37 @@ def _is_accelerated(elf: ElfFile) -> bool:
     return accelerated
 
 
+def toolkit_release(data: bytes) -> tuple[int, int] | None:
+    """Major and minor number of the CUDA toolkit whose assembler made a cubin, None if not stated.
+
+    Up to CUDA 12 files for targets up to sm_90a state it in the header's version, as 129; all
+    others in a note, as `release 13.4`. Raises InvalidArtifactError for bytes that are no cubin.
+    """
+    elf = ElfFile(data)
+    if elf.abi == _ABI_7:
+        major, minor = divmod(int.from_bytes(data[_E_VERSION], "little"), 10)
+        return (major, minor) if major else None
+    stated = {match for text in _toolkit_notes(elf) for match in _RELEASE.findall(text)}
+    if len(stated) != 1:
+        return None
+    ((major_text, minor_text),) = stated
+    return int(major_text), int(minor_text)
+
+
 def _noted_targets(elf: ElfFile) -> set[str]:
-    """Targets on the command lines in the toolkit notes; files of ABI 7 have no notes."""
-    noted: set[str] = set()
+    """Targets on the command lines in the toolkit notes."""
+    return {
+        match.decode("ascii")
+        for text in _toolkit_notes(elf)
+        for match in _ARCH_OPTION.findall(text)
+    }
+
+
+def _toolkit_notes(elf: ElfFile) -> Iterator[bytes]:
+    """The text of each note that the toolkit left; files of ABI 7 have none."""
     section = elf.find(_TOOLKIT_SECTION)
     if section is None or section.type != SectionType.NOTE:
-        return noted
+        return
     body = elf.body(section)
     offset = 0
     while offset < len(body):
@@ -367,5 +405,4 @@ def _noted_targets(elf: ElfFile) -> set[str]:
         text = cut(body, offset, text_size, "a note's text")
         offset += -(-text_size // 4) * 4
         if (owner, kind) == _TOOLKIT_NOTE:
-            noted.update(match.decode("ascii") for match in _ARCH_OPTION.findall(text))
-    return noted
+            yield text

@@ -18,9 +18,11 @@ MAX_JOBS = 1024
 
 VARIABLES = {
     "LLBF16_AOT_STORE": "path of the store, in place of the user's cache directory",
+    "LLBF16_AOT_LAYERS": "absolute paths of read-only stores that are read after it, first to last",
     "LLBF16_AOT_TUNING": "tuning table of the runtime: default, reference, or a path",
     "LLBF16_AOT_JOBS": "how many compiler processes run at once, in place of one for each core",
     "LLBF16_AOT_COMPILE_TIMEOUT_S": "seconds that one kernel may take to compile, 120 if not set",
+    "LLBF16_AOT_VLLM": "0 leaves vLLM's own gates in place, see docs/vllm.md",
 }
 """Every variable of this package and what it sets."""
 
@@ -50,9 +52,34 @@ class Environment:
         return {name: self._text(name) for name in VARIABLES}
 
     @property
+    def layers(self) -> tuple[Path, ...]:
+        """Read-only stores below the writable one, first to last; empty parts count for nothing."""
+        text = self._text("LLBF16_AOT_LAYERS") or ""
+        parts = tuple(filter(None, text.split(os.pathsep)))
+        for part in parts:
+            if not part.startswith("/"):
+                raise UsageError(
+                    f"LLBF16_AOT_LAYERS has the part {part!r}, must be absolute paths with "
+                    f"{os.pathsep!r} between them",
+                    hint="write the whole path of each layer",
+                )
+        return tuple(Path(os.path.normpath(part)) for part in parts)
+
+    @property
     def tuning(self) -> str | None:
         """Name or path of the runtime's tuning table."""
         return self._text("LLBF16_AOT_TUNING")
+
+    @property
+    def vllm(self) -> bool:
+        """Whether vLLM's gates are to be replaced."""
+        text = self._text("LLBF16_AOT_VLLM")
+        if text not in (None, "0", "1"):
+            raise UsageError(
+                f"LLBF16_AOT_VLLM is {text!r}, must be 0 or 1",
+                hint="unset LLBF16_AOT_VLLM to replace vLLM's gates, set it to 0 to leave them",
+            )
+        return text != "0"
 
     @property
     def jobs(self) -> int | None:

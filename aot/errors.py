@@ -11,6 +11,7 @@ __all__ = [
     "CoverageError",
     "DamagedEntryError",
     "DriverError",
+    "ForkedProcessError",
     "InvalidArtifactError",
     "LibraryChosenError",
     "LockTimeoutError",
@@ -176,3 +177,9 @@ class ColdCaptureError(AotError):
     """A kernel that is not loaded yet was asked for during stream capture."""
 
     code = "cold-capture"
+
+
+class ForkedProcessError(DriverError):
+    """A process that was forked after its parent used the GPU asked for a kernel."""
+
+    code = "forked-process"

@@ -9,26 +9,39 @@ __all__ = ["TorchProduct"]
 
 
 class TorchProduct:
-    """`x @ weight.T` by torch.
+    """`x @ weight.T` by torch, with the bias or the scale of a call.
 
-    fp32 and fp16 outputs are fp32 sums, rounded once: by `torch.mm(..., out_dtype=torch.float32)`
-    where this torch has it for the device, else from operands cast to fp32, which costs a copy of
-    the weights in every call. A bf16 output is what `torch.nn.functional.linear` gives.
+    fp32 and fp16 outputs, and all with a bias or a scale, are fp32 sums that are rounded once: by
+    `torch.mm(..., out_dtype=torch.float32)` where this torch has it for the device and both
+    operands are bf16, else from operands cast to fp32, which costs a copy of bf16 weights in every
+    call. A bf16 output of bf16 operands is what `torch.nn.functional.linear` gives.
     """
 
     def __init__(self) -> None:
         self._mm_widens = True
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out_dtype: torch.dtype,
+        *,
+        bias: torch.Tensor | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """The product in this type."""
-        if out_dtype is torch.bfloat16:
+        plain = bias is None and scale is None
+        if plain and out_dtype is x.dtype is weight.dtype is torch.bfloat16:
             return functional.linear(x, weight)
-        return self._fp32(x, weight).to(out_dtype)
+        product = self._fp32(x, weight)
+        if bias is not None:
+            product += bias
+        if scale is not None:
+            product *= scale
+        return product.to(out_dtype)
 
     def _fp32(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self._mm_widens:
+        if self._mm_widens and x.dtype is weight.dtype is torch.bfloat16:
             try:
                 return torch.mm(x, weight.t(), out_dtype=torch.float32)
             except (TypeError, NotImplementedError):

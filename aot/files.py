@@ -21,6 +21,7 @@ __all__ = ["DIRECTORY_MODE", "FILE_MODE", "Directory", "command", "read_regular"
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o444
+LOCK_MODE = 0o600
 
 MAX_LINKS = 40
 """Symbolic links followed on the way to a root: as many as the kernel follows."""
@@ -32,6 +33,7 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_ANY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK opening a FIFO waits for a writer, for ever.
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _TEMPORARY_NAME = re.compile(r"[0-9a-f]{32}")
@@ -86,7 +88,9 @@ class Directory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        # What had to be durable was synced: trouble afterwards is no trouble.
+        with suppress(OSError):
+            os.close(self._descriptor)
 
     @classmethod
     def open_root(cls, path: str, *, create: bool) -> Directory:
@@ -147,6 +151,10 @@ class Directory:
         descriptor = _open(self._descriptor, ".", _OPEN_DIRECTORY, self.path)
         try:
             return sorted(os.listdir(descriptor))
+        except OSError as error:
+            # The system's own error names the number of the descriptor.
+            error.filename = self.path
+            raise
         finally:
             os.close(descriptor)
 
@@ -169,14 +177,92 @@ class Directory:
 
     def read(self, name: str, *, limit_bytes: int, size_bytes: int | None = None) -> bytes:
         """The bytes of a regular file that has the expected size, at most `limit_bytes`."""
-        with self._opened(name) as (descriptor, size, path):
+        return self.read_dated(name, limit_bytes=limit_bytes, size_bytes=size_bytes)[0]
+
+    def read_dated(
+        self, name: str, *, limit_bytes: int, size_bytes: int | None = None
+    ) -> tuple[bytes, int]:
+        """As `read`, with the time of the file's last change, in nanoseconds."""
+        descriptor, status, path = self._open_file(name)
+        try:
+            size = status.st_size
             if size > limit_bytes:
                 raise DamagedEntryError(
                     f"{shown(path)} has {size} bytes, at most {limit_bytes} are read"
                 )
-            if size_bytes not in (None, size):
+            if size_bytes is not None and size_bytes != size:
                 raise DamagedEntryError(f"{shown(path)} has {size} bytes, must have {size_bytes}")
-            return _read_all(descriptor, size, path)
+            return _read_all(descriptor, size, path), status.st_mtime_ns
+        except OSError as error:
+            error.filename = error.filename or path
+            raise
+        finally:
+            os.close(descriptor)
+
+    def sizes(self) -> dict[str, int | None]:
+        """Every name here with the size in bytes of its regular file, None for anything else."""
+        found: dict[str, int | None] = {}
+        descriptor = _open(self._descriptor, ".", _OPEN_DIRECTORY, self.path)
+        try:
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        regular = stat.S_ISREG(status.st_mode)
+                        found[entry.name] = status.st_size if regular else None
+        except OSError as error:
+            error.filename = self.path
+            raise
+        finally:
+            os.close(descriptor)
+        return found
+
+    def unlink(self, name: str) -> bool:
+        """Take a name away, of an empty directory too; says whether there was one."""
+        try:
+            os.unlink(name, dir_fd=self._descriptor)
+        except FileNotFoundError:
+            return False
+        except IsADirectoryError:
+            os.rmdir(name, dir_fd=self._descriptor)
+        return True
+
+    def touch(self, name: str) -> None:
+        """Date a file now, by the clock of its file system."""
+        os.utime(name, dir_fd=self._descriptor, follow_symlinks=False)
+
+    def now_ns(self) -> int:
+        """What the file system's clock says: the time, in nanoseconds, of a file made just now."""
+        with self._new_file(keep=False) as (descriptor, _):
+            return os.fstat(descriptor).st_mtime_ns
+
+    def open_lock(self, name: str) -> int:
+        """A descriptor of the lock file of that name, made where it is missing.
+
+        Raises OSError, also where something that is no regular file has that name.
+        """
+        path = f"{self.path}/{name}"
+        descriptor = _open(self._descriptor, name, _OPEN_LOCK, path, mode=LOCK_MODE)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise OSError(errno.EACCES, "not a regular file", path)
+            if stat.S_IMODE(mode) != LOCK_MODE:
+                # The umask may have taken our own bits.
+                with suppress(PermissionError):
+                    os.fchmod(descriptor, LOCK_MODE)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def is_named(self, name: str, descriptor: int) -> bool:
+        """Whether that name stands for the very file behind the descriptor."""
+        try:
+            named = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(descriptor))
 
     def holds(self, name: str, data: bytes) -> bool:
         """Whether a file of that name has exactly these bytes; if so, it is durable.
@@ -184,11 +270,15 @@ class Directory:
         A file that cannot be read or synced does not hold them.
         """
         try:
-            with self._opened(name) as (descriptor, size, path):
+            descriptor, status, path = self._open_file(name)
+            try:
+                size = status.st_size
                 if size != len(data) or _read_all(descriptor, size, path) != data:
                     return False
                 # Whoever put it here need not have synced it yet, or at all.
                 os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         except (OSError, DamagedEntryError):
             return False
         self.sync()
@@ -250,9 +340,8 @@ class Directory:
         finally:
             os.close(descriptor)
 
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[tuple[int, int, str]]:
-        """Descriptor, size and path of a regular file that only we, or root, can have written."""
+    def _open_file(self, name: str) -> tuple[int, os.stat_result, str]:
+        """Descriptor, status and path of a regular file that only we, or root, can have written."""
         path = f"{self.path}/{name}"
         try:
             descriptor = _open(self._descriptor, name, _OPEN_FILE, path)
@@ -269,12 +358,12 @@ class Directory:
             if not stat.S_ISREG(status.st_mode):
                 raise DamagedEntryError(f"{shown(path)} is not a regular file")
             _check_trust(path, status, root=self._root)
-            yield descriptor, status.st_size, path
-        except OSError as error:
-            error.filename = error.filename or path
-            raise
-        finally:
+        except BaseException as error:
             os.close(descriptor)
+            if isinstance(error, OSError):
+                error.filename = error.filename or path
+            raise
+        return descriptor, status, path
 
     @contextmanager
     def _new_file(self, *, keep: bool = True) -> Iterator[tuple[int, str]]:
@@ -410,8 +499,12 @@ def _sync_directory(directory: int, name: str) -> None:
 
 
 def _read_all(descriptor: int, size: int, path: str) -> bytes:
-    parts: list[bytes] = []
-    missing = size
+    data = os.read(descriptor, size) if size else b""
+    if len(data) == size:
+        return data
+    # A single read may take less.
+    parts = [data]
+    missing = size - len(data)
     while missing:
         part = os.read(descriptor, missing)
         if not part:

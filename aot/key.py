@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from .backends import BACKENDS, Config, backend_name
+from .backends import BACKENDS, OPERANDS, Config, backend_name
 from .errors import ConfigError, TargetError
 from .problem import DType, Epilogue, Layout, Target
 
@@ -52,9 +52,13 @@ class CompileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Raise ConfigError or TargetError where this key cannot become a working kernel."""
         check_target(Target.parse(self.target))
-        for name, dtype in (("x_dtype", self.x_dtype), ("weight_dtype", self.weight_dtype)):
-            if dtype is not DType.BF16:
-                raise ConfigError(f"{self.backend}: {name} is {dtype.value}, must be bf16")
+        operands = (self.x_dtype, self.weight_dtype)
+        if operands not in OPERANDS[self.backend]:
+            allowed = " or ".join(f"{x.value} x {w.value}" for x, w in OPERANDS[self.backend])
+            raise ConfigError(
+                f"{self.backend}: x and weight are {self.x_dtype.value} x "
+                f"{self.weight_dtype.value}, must be {allowed}"
+            )
         BACKENDS[self.backend].check(self.config)
 
     def digest(self) -> str:
@@ -78,9 +82,10 @@ class CompileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tile = " ".join(
             f"{name}={getattr(self.config, name)}" for name in self.config.__struct_fields__
         )
+        epilogue = "" if self.epilogue is Epilogue.NONE else f"{self.epilogue.value} "
         return (
             f"{self.backend} {tile} {self.x_dtype.value} x {self.weight_dtype.value} -> "
-            f"{self.out_dtype.value} pdl={'on' if self.pdl else 'off'} {self.target}"
+            f"{self.out_dtype.value} {epilogue}pdl={'on' if self.pdl else 'off'} {self.target}"
         )
 
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from .problem import Problem
+from .problem import Epilogue, Problem
 
 __all__ = [
+    "EPILOGUE_PARAMS",
     "Attribute",
     "Extent",
     "GridDim",
@@ -70,6 +71,7 @@ class ParamKind(str, enum.Enum):
 
     POINTER = "pointer"
     INT32 = "int32"
+    FLOAT32 = "float32"
 
     @property
     def size_bytes(self) -> int:
@@ -88,13 +90,24 @@ class ParamSource(str, enum.Enum):
     HIDDEN = "hidden"
     X_ROW_STRIDE = "x_row_stride"
     WEIGHT_ROW_STRIDE = "weight_row_stride"
+    BIAS = "bias"
+    SCALE = "scale"
 
     @property
     def kind(self) -> ParamKind:
         """Tensors are passed as pointers, extents and strides (in elements) as 32-bit integers."""
-        if self in (ParamSource.X, ParamSource.WEIGHT, ParamSource.OUT):
+        if self in (ParamSource.X, ParamSource.WEIGHT, ParamSource.OUT, ParamSource.BIAS):
             return ParamKind.POINTER
-        return ParamKind.INT32
+        return ParamKind.FLOAT32 if self is ParamSource.SCALE else ParamKind.INT32
+
+
+EPILOGUE_PARAMS: dict[Epilogue, tuple[ParamSource, ...]] = {
+    Epilogue.NONE: (),
+    Epilogue.BIAS_FP32: (ParamSource.BIAS,),
+    Epilogue.BIAS_BF16: (ParamSource.BIAS,),
+    Epilogue.SCALE: (ParamSource.SCALE,),
+}
+"""What a kernel takes for its epilogue, behind the parameters of its family."""
 
 
 class Param(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
-from operator import itemgetter
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
-from .driver import Driver, Kernel, LaunchConfig, PreparedLaunch
+from .driver import WORD_BYTES, Driver, Kernel, LaunchConfig, PreparedLaunch, words_of
 from .errors import InvalidArtifactError
-from .launch import Attribute, LaunchRecord, ParamKind, ParamSource
+from .launch import EPILOGUE_PARAMS, Attribute, LaunchRecord, ParamKind, ParamSource
 from .problem import Problem
 
-__all__ = ["Launcher", "Operands", "check_record", "resolve"]
+__all__ = ["Extras", "Launcher", "Operands", "check_record", "resolve"]
 
 MAX_BLOCK_THREADS = 1024
 MAX_CLUSTER_BLOCKS = 16
@@ -25,8 +24,14 @@ MAX_CLUSTER_BLOCKS = 16
 MAX_GRID = (2**31 - 1, 65_535, 65_535)
 
 
+Extras: TypeAlias = Mapping[ParamSource, int | float]
+"""What a kernel's epilogue takes of a call: the address of the bias, or the scale."""
+
+_EPILOGUE = frozenset(source for sources in EPILOGUE_PARAMS.values() for source in sources)
+
+
 class Operands(NamedTuple):
-    """What a launch takes of x [M, K] and weight [N, K]: addresses, extents, strides (elements)."""
+    """What a launch takes of x [M, K] and weight [N, K]; strides in elements, sizes in bytes."""
 
     x_address: int
     weight_address: int
@@ -36,21 +41,22 @@ class Operands(NamedTuple):
     x_row_stride: int
     weight_row_stride: int
     device_index: int
+    x_size: int = 2
+    weight_size: int = 2
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes from the first element of x to the last, both included."""
+        return _span(self.tokens, self.hidden, self.x_row_stride) * self.x_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes from the first element of weight to the last, both included."""
+        return _span(self.experts, self.hidden, self.weight_row_stride) * self.weight_size
 
 
-_FORMAT = {ParamKind.POINTER: "Q", ParamKind.INT32: "i"}
-
-_VALUES = {
-    ParamSource.X: Operands._fields.index("x_address"),
-    ParamSource.WEIGHT: Operands._fields.index("weight_address"),
-    ParamSource.TOKENS: Operands._fields.index("tokens"),
-    ParamSource.EXPERTS: Operands._fields.index("experts"),
-    ParamSource.HIDDEN: Operands._fields.index("hidden"),
-    ParamSource.X_ROW_STRIDE: Operands._fields.index("x_row_stride"),
-    ParamSource.WEIGHT_ROW_STRIDE: Operands._fields.index("weight_row_stride"),
-    ParamSource.OUT: len(Operands._fields),
-}
-"""Place of each parameter's value in a call's operands, followed by the output's address."""
+def _span(rows: int, hidden: int, row_stride: int) -> int:
+    return (rows - 1) * row_stride + hidden
 
 
 def check_record(record: LaunchRecord) -> None:
@@ -112,64 +118,201 @@ def resolve(record: LaunchRecord, problem: Problem) -> LaunchConfig:
 
 
 class Launcher:
-    """Launches one kernel for one problem. Threads may share it: each call holds its own slot."""
+    """Launches one kernel for one problem. Threads may share it: each call holds its own slot.
+
+    Launches as the record says: with dependent launch where it has that attribute, unless
+    `programmatic` is false. Extents come from the problem, once; a call brings addresses and
+    strides.
+    """
 
     def __init__(
-        self, driver: Driver, kernel: Kernel, record: LaunchRecord, problem: Problem
+        self,
+        driver: Driver,
+        kernel: Kernel,
+        record: LaunchRecord,
+        problem: Problem,
+        *,
+        programmatic: bool = True,
     ) -> None:
-        self._config = resolve(record, problem)
+        config = resolve(record, problem)
+        self._config = config if programmatic else config._replace(programmatic=False)
         self._driver = driver
         self._kernel = kernel
-        self._pack = struct.Struct(_packing(record)).pack
-        self._pick = _picker(tuple(_VALUES[param.source] for param in record.params))
+        self._record = record
+        self._problem = problem
+        self._places = _Places.of(record)
+        self._ordinary: Launcher | None = None
         self._free: list[_Slot] = []
         self._slots: list[_Slot] = []
 
     @property
+    def programmatic(self) -> bool:
+        """Whether a launch may begin before the kernel ahead of it in the stream has ended."""
+        return self._config.programmatic
+
+    @property
+    def ordinary(self) -> Launcher:
+        """The same kernel, launched after all that is ahead of it in the stream.
+
+        The kernel's wait on what it depends on returns at once there: nothing is in flight that a
+        launch without the attribute depends on (PTX ISA, "griddepcontrol").
+        """
+        if not self._config.programmatic:
+            return self
+        if self._ordinary is None:
+            self._ordinary = Launcher(
+                self._driver, self._kernel, self._record, self._problem, programmatic=False
+            )
+        return self._ordinary
+
+    @property
     def calls(self) -> int:
-        """How many launches succeeded."""
+        """How many launches succeeded, those of `ordinary` left out."""
         return sum(slot.calls for slot in self._slots)
 
-    def __call__(self, stream: int, operands: Operands, out_address: int) -> None:
-        """Enqueue the kernel on a stream; raises DriverError."""
+    @property
+    def all_calls(self) -> int:
+        """How many launches succeeded, those of `ordinary` included."""
+        return self.calls + (0 if self._ordinary is None else self._ordinary.calls)
+
+    def __call__(
+        self, stream: int, operands: Operands, out_address: int, extras: Extras | None = None
+    ) -> None:
+        """Enqueue the kernel on a stream for operands of the problem's extents.
+
+        Raises DriverError, and ValueError where the kernel's epilogue takes what `extras` lack.
+        """
+        self.launch(
+            stream,
+            operands.x_address,
+            operands.weight_address,
+            out_address,
+            (operands.x_row_stride, operands.weight_row_stride),
+            extras,
+        )
+
+    def launch(
+        self,
+        stream: int,
+        x: int,
+        weight: int,
+        out: int,
+        strides: tuple[int, int],
+        extras: Extras | None = None,
+    ) -> None:
+        """Enqueue the kernel on a stream; addresses, and row strides of x and weight in elements.
+
+        Callers that pass the same tuple object again spare its being written again. Raises
+        DriverError, and ValueError where the kernel's epilogue takes what `extras` lack.
+        """
         try:
             slot = self._free.pop()
         except IndexError:
             slot = self._new_slot()
         try:
-            slot.launch(stream, self._pack(*self._pick((*operands, out_address))))
+            places, words = self._places, slot.words
+            words[places.x] = x
+            words[places.weight] = weight
+            words[places.out] = out
+            if slot.strides is not strides:
+                slot.set_strides(places, strides)
+            if places.extras:
+                slot.set_extras(places, extras or {})
+            if places.again:
+                slot.repeat(places)
+            slot.launch(stream)
             slot.calls += 1
         finally:
             self._free.append(slot)
 
     def _new_slot(self) -> _Slot:
         slot = _Slot(self._driver.prepare(self._kernel, self._config))
+        slot.set_extents(self._places, self._problem)
         self._slots.append(slot)
         return slot
+
+
+class _Places(NamedTuple):
+    """Where a record's parameters lie in the buffer: words of 8 bytes, halves of 4.
+
+    A pointer that the kernel does not take goes to the spare word at the end. `again` holds, as
+    (to, from), the words of pointers that it takes twice.
+    """
+
+    x: int
+    weight: int
+    out: int
+    extras: tuple[tuple[ParamSource, int], ...]
+    again: tuple[tuple[int, int], ...]
+    halves: tuple[tuple[ParamSource, int], ...]
+
+    @classmethod
+    def of(cls, record: LaunchRecord) -> _Places:
+        """Read the places from a record that `check_record` lets pass."""
+        words: dict[ParamSource, list[int]] = {}
+        halves: list[tuple[ParamSource, int]] = []
+        for param in record.params:
+            if param.kind is ParamKind.POINTER:
+                words.setdefault(param.source, []).append(param.offset_bytes // WORD_BYTES)
+            else:
+                halves.append((param.source, param.offset_bytes // 4))
+        spare = words_of(record.params_size_bytes) - 1
+        x, weight, out = (
+            words.get(source, [spare])
+            for source in (ParamSource.X, ParamSource.WEIGHT, ParamSource.OUT)
+        )
+        again = tuple((to, places[0]) for places in (x, weight, out) for to in places[1:])
+        extras = tuple(
+            (param.source, param.offset_bytes)
+            for param in record.params
+            if param.source in _EPILOGUE
+        )
+        return cls(x[0], weight[0], out[0], extras, again, tuple(halves))
 
 
 class _Slot:
     """A prepared launch and how often it ran. Popped from a list: one thread has it at a time."""
 
-    __slots__ = ("calls", "launch")
+    __slots__ = ("calls", "data", "halves", "launch", "strides", "words")
 
-    def __init__(self, launch: PreparedLaunch) -> None:
-        self.launch = launch
+    def __init__(self, prepared: PreparedLaunch) -> None:
+        prepared.params[:] = bytes(len(prepared.params))  # gaps too: the same bytes in every call
+        self.launch = prepared.launch
+        self.data = prepared.params
+        self.words = prepared.params.cast("Q")
+        self.halves = prepared.params.cast("i")
+        self.strides: tuple[int, int] | None = None
         self.calls = 0
 
+    def set_extents(self, places: _Places, problem: Problem) -> None:
+        """Write what stays the same in every call."""
+        extents = {
+            ParamSource.TOKENS: problem.tokens,
+            ParamSource.EXPERTS: problem.experts,
+            ParamSource.HIDDEN: problem.hidden,
+        }
+        for source, place in places.halves:
+            if source in extents:
+                self.halves[place] = extents[source]
 
-def _packing(record: LaunchRecord) -> str:
-    """The struct format of the parameter buffer, padding included."""
-    text = "<"
-    end = 0
-    for param in record.params:
-        text += f"{param.offset_bytes - end}x{_FORMAT[param.kind]}"
-        end = param.offset_bytes + param.size_bytes
-    return text
+    def set_strides(self, places: _Places, strides: tuple[int, int]) -> None:
+        """Write the row strides of x and weight."""
+        for source, place in places.halves:
+            if source is ParamSource.X_ROW_STRIDE:
+                self.halves[place] = strides[0]
+            elif source is ParamSource.WEIGHT_ROW_STRIDE:
+                self.halves[place] = strides[1]
+        self.strides = strides
 
+    def set_extras(self, places: _Places, extras: Extras) -> None:
+        """Write what the epilogue takes, without which a kernel would read address 0."""
+        for source, offset in places.extras:
+            if source not in extras:
+                raise ValueError(f"the kernel takes {source.value}, and the call brings none")
+            layout = "<Q" if source.kind is ParamKind.POINTER else "<f"
+            struct.pack_into(layout, self.data, offset, extras[source])
 
-def _picker(places: tuple[int, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-    """Select places of a tuple, as a tuple for any number of them."""
-    if len(places) < 2:
-        return lambda values: tuple(values[place] for place in places)
-    return itemgetter(*places)
+    def repeat(self, places: _Places) -> None:
+        """Write pointers again that the kernel takes twice."""
+        for to, origin in places.again:
+            self.words[to] = self.words[origin]

@@ -15,7 +15,7 @@ import msgspec
 
 from .errors import ManifestError
 from .files import read_regular
-from .problem import ALIGNMENT_BYTES, DType, Problem, Target
+from .problem import ALIGNMENT_BYTES, DType, Epilogue, Problem, Target
 
 __all__ = [
     "MANIFEST_SCHEMA",
@@ -46,10 +46,15 @@ class Router(msgspec.Struct, frozen=True):
     out_dtypes: tuple[DType, ...]
     pdl: tuple[bool, ...]
     tuning: str
+    epilogues: tuple[Epilogue, ...] = (Epilogue.NONE,)
 
     def problems(self) -> Iterator[Problem]:
-        """Every problem that the router can ask for, once: by output type, then pdl, then M."""
-        for out_dtype, pdl, tokens in product(self.out_dtypes, self.pdl, self.tokens):
+        """Every problem that the router can ask for, once.
+
+        By output type, then epilogue, then pdl, then M.
+        """
+        ways = product(self.out_dtypes, self.epilogues, self.pdl, self.tokens)
+        for out_dtype, epilogue, pdl, tokens in ways:
             yield Problem(
                 tokens=tokens,
                 experts=self.experts,
@@ -59,6 +64,7 @@ class Router(msgspec.Struct, frozen=True):
                 x_dtype=self.x_dtype,
                 weight_dtype=self.weight_dtype,
                 alignment_bytes=ALIGNMENT_BYTES,
+                epilogue=epilogue,
             )
 
 

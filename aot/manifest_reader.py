@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -12,7 +13,17 @@ from .dispatch import PACKAGED_TABLES
 from .errors import AotError, ManifestError, TargetError
 from .key import check_target
 from .manifest import MANIFEST_SCHEMA, MAX_ROUTERS, Manifest, Router
-from .problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, VECTOR_ELEMENTS, DType, Target
+from .problem import (
+    MAX_EXPERTS,
+    MAX_HIDDEN,
+    MAX_TOKENS,
+    OPERAND_TOKENS,
+    VECTOR_ELEMENTS,
+    DType,
+    Epilogue,
+    Target,
+    hidden_multiple,
+)
 from .toolchain import KNOWN_TARGETS
 
 if TYPE_CHECKING:
@@ -120,7 +131,7 @@ _RANGE = re.compile(r"([0-9]{1,6})\s*-\s*([0-9]{1,6})")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _TAG = "tag:yaml.org,2002:"
 
-_OPTIONAL = ("tokens", "x_dtype", "weight_dtype", "out_dtype", "pdl", "tuning")
+_OPTIONAL = ("tokens", "x_dtype", "weight_dtype", "out_dtype", "epilogue", "pdl", "tuning")
 _ROUTER = ("model", "hidden", "experts", *_OPTIONAL)
 _TOP = ("schema", "name", "targets", "defaults", "routers")
 
@@ -141,10 +152,8 @@ class _Reader:
         self._wrong: dict[tuple[int, str], None] = {}
         self._count = 0
         self._optional: dict[str, Callable[[Node, str], object]] = {
-            "tokens": self._tokens,
-            "x_dtype": self._operand,
-            "weight_dtype": self._operand,
             "out_dtype": self._out_dtypes,
+            "epilogue": self._epilogues,
             "pdl": self._pdl,
             "tuning": self._tuning,
         }
@@ -168,6 +177,8 @@ class _Reader:
         for field, read in self._optional.items():
             # Here too, and not by routers alone: each of them may have a field of its own instead.
             self._field(defaults, field, read, None)
+        _, _, largest = self._operands(defaults)
+        self._field(defaults, "tokens", partial(self._tokens, largest=largest), None)
         nodes: list[Node] = []
         nodes = self._field(top, "routers", self._router_nodes, nodes)
         routers: dict[Router, None] = {}
@@ -205,16 +216,19 @@ class _Reader:
         fields = {**defaults, **own}
         if "tokens" not in fields:
             self._note(node, "a router lacks the field 'tokens', and so do the defaults")
+        x_dtype, weight_dtype, largest = self._operands(fields)
+        hidden = partial(self._hidden, multiple=hidden_multiple(x_dtype, weight_dtype))
         router = Router(
             model=self._field(fields, "model", self._text, ""),
-            hidden=self._field(fields, "hidden", self._hidden, VECTOR_ELEMENTS),
+            hidden=self._field(fields, "hidden", hidden, VECTOR_ELEMENTS),
             experts=self._field(fields, "experts", self._experts, 1),
-            tokens=self._field(fields, "tokens", self._tokens, (1,)),
-            x_dtype=self._field(fields, "x_dtype", self._operand, DType.BF16),
-            weight_dtype=self._field(fields, "weight_dtype", self._operand, DType.BF16),
+            tokens=self._field(fields, "tokens", partial(self._tokens, largest=largest), (1,)),
+            x_dtype=x_dtype,
+            weight_dtype=weight_dtype,
             out_dtypes=self._field(fields, "out_dtype", self._out_dtypes, (DType.FP32,)),
             pdl=self._field(fields, "pdl", self._pdl, (True, False)),
             tuning=self._field(fields, "tuning", self._tuning, "default"),
+            epilogues=self._field(fields, "epilogue", self._epilogues, (Epilogue.NONE,)),
         )
         return router if self._count == before else None
 
@@ -258,10 +272,26 @@ class _Reader:
             targets[target] = None
         return tuple(targets)
 
-    def _hidden(self, node: Node, field: str) -> int:
-        allowed = f"a multiple of {VECTOR_ELEMENTS} from {VECTOR_ELEMENTS} to {MAX_HIDDEN}"
+    def _operands(self, fields: dict[str, Node]) -> tuple[DType, DType, int]:
+        """The types of x and weight, and the largest M of kernels that take them together."""
+        x_dtype = self._field(fields, "x_dtype", self._operand, DType.BF16)
+        weight_dtype = self._field(fields, "weight_dtype", self._operand, DType.BF16)
+        largest = OPERAND_TOKENS.get((x_dtype, weight_dtype))
+        if largest is not None:
+            return x_dtype, weight_dtype, largest
+        # Two allowed values that no kernel takes together: x is at fault, and is not the default.
+        allowed = [x.value for x, w in OPERAND_TOKENS if w is weight_dtype]
+        self._note(
+            fields["x_dtype"],
+            f"x_dtype is {x_dtype.value!r} with {weight_dtype.value} weights, "
+            f"must be {' or '.join(allowed)}",
+        )
+        return DType.BF16, weight_dtype, OPERAND_TOKENS[DType.BF16, weight_dtype]
+
+    def _hidden(self, node: Node, field: str, *, multiple: int) -> int:
+        allowed = f"a multiple of {multiple} from {multiple} to {MAX_HIDDEN}"
         value = self._integer(node, field, allowed)
-        if not 1 <= value <= MAX_HIDDEN or value % VECTOR_ELEMENTS:
+        if not 1 <= value <= MAX_HIDDEN or value % multiple:
             raise _Wrong(node, f"{field} is {value}, must be {allowed}")
         return value
 
@@ -272,8 +302,10 @@ class _Reader:
             raise _Wrong(node, f"{field} is {value}, must be {allowed}")
         return value
 
-    def _tokens(self, node: Node, field: str) -> tuple[int, ...]:
-        allowed = f"a number from 1 to {MAX_TOKENS}, a range such as 1-16, or a list of both"
+    def _tokens(self, node: Node, field: str, *, largest: int) -> tuple[int, ...]:
+        """Values of M up to `largest`; ranges end at 64, so that short text is a short list."""
+        ranges = f"a range up to {MAX_TOKENS}" if largest > MAX_TOKENS else "a range"
+        allowed = f"a number from 1 to {largest}, {ranges} such as 1-16, or a list of both"
         values: set[int] = set()
         members = self._one_or_list(node, field)
         if not members:
@@ -290,26 +322,33 @@ class _Reader:
                 first, last = int(match[1]), int(match[2])
             else:
                 first = last = self._integer(member, field, allowed)
-            if not 1 <= first <= last <= MAX_TOKENS:
+            end = largest if match is None else min(largest, MAX_TOKENS)
+            if not 1 <= first <= last <= end:
                 raise _Wrong(member, f"{field} is {value}, must be {allowed}")
             values.update(range(first, last + 1))
         return tuple(sorted(values))
 
     def _operand(self, node: Node, field: str) -> DType:
-        return DType(self._choice(node, field, (DType.BF16.value,)))
+        return DType(self._choice(node, field, (DType.BF16.value, DType.FP32.value)))
 
     def _out_dtypes(self, node: Node, field: str) -> tuple[DType, ...]:
-        allowed = tuple(dtype.value for dtype in DType)
+        return tuple(map(DType, self._choices(node, field, tuple(d.value for d in DType))))
+
+    def _epilogues(self, node: Node, field: str) -> tuple[Epilogue, ...]:
+        return tuple(map(Epilogue, self._choices(node, field, tuple(e.value for e in Epilogue))))
+
+    def _choices(self, node: Node, field: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+        """One or several of some values, each once."""
         members = self._one_or_list(node, field)
         if not members:
             raise _Wrong(node, f"{field} is empty, must be one or a list of {', '.join(allowed)}")
-        dtypes: dict[DType, None] = {}
+        found: dict[str, None] = {}
         for member in members:
-            dtype = DType(self._choice(member, field, allowed))
-            if dtype in dtypes:
-                raise _Wrong(member, f"{field} lists {dtype.value} twice")
-            dtypes[dtype] = None
-        return tuple(dtypes)
+            value = self._choice(member, field, allowed)
+            if value in found:
+                raise _Wrong(member, f"{field} lists {value} twice")
+            found[value] = None
+        return tuple(found)
 
     def _pdl(self, node: Node, field: str) -> tuple[bool, ...]:
         value = _scalar(node) or ""

@@ -14,13 +14,13 @@ from .artifact import Artifact, Provenance
 from .dispatch import dispatch, load_table
 from .errors import LibraryChosenError, TargetError, UnsupportedProblemError, UsageError
 from .key import CompileKey, check_target
-from .problem import Problem, Target
+from .problem import Epilogue, Problem, Target
 from .text import counted, numbers, short, table
 from .toolchain import COMPILE_OPTIONS, KNOWN_TARGETS, toolchain
 
 if TYPE_CHECKING:
+    from .layers import ArtifactSource
     from .manifest import Manifest
-    from .store import Store
 
 __all__ = [
     "BuildPlan",
@@ -30,6 +30,7 @@ __all__ = [
     "State",
     "kernel_text",
     "manifest_targets",
+    "needed_digests",
     "plan_build",
     "plan_keys",
     "staleness",
@@ -89,6 +90,8 @@ class PlanItem(msgspec.Struct, frozen=True):
     detail: str
     compile: bool
     models: tuple[str, ...]
+    layer: str = ""
+    """The layer that has it, where the store itself has not."""
 
 
 class BuildPlan(msgspec.Struct, frozen=True):
@@ -127,6 +130,7 @@ class BuildPlan(msgspec.Struct, frozen=True):
                     "state": item.state.value,
                     "detail": item.detail,
                     "compile": item.compile,
+                    "layer": item.layer,
                     "models": item.models,
                     "key": msgspec.to_builtins(item.key),
                 }
@@ -179,6 +183,12 @@ def kernel_text(key: CompileKey) -> str:
     return " ".join(f"{name}={getattr(key.config, name)}" for name in key.config.__struct_fields__)
 
 
+def result_text(what: CompileKey | Problem) -> str:
+    """The element type of the logits and what is done to the sums, as `fp32` or `fp32 scale`."""
+    epilogue = "" if what.epilogue is Epilogue.NONE else f" {what.epilogue.value}"
+    return f"{what.out_dtype.value}{epilogue}"
+
+
 def key_cells(key: CompileKey) -> tuple[str, ...]:
     """A key as the cells of a table under KEY_HEADER."""
     return (
@@ -186,7 +196,7 @@ def key_cells(key: CompileKey) -> tuple[str, ...]:
         kernel_text(key),
         key.x_dtype.value,
         key.weight_dtype.value,
-        key.out_dtype.value,
+        result_text(key),
         "on" if key.pdl else "off",
         key.target,
     )
@@ -221,6 +231,7 @@ def coverage_table(rows: Iterable[Coverage], items: Iterable[PlanItem]) -> str:
             need.router,
             str(need.target),
             problem.out_dtype,
+            problem.epilogue,
             problem.pdl,
             row.digest,
             # Reasons often name M: those of neighbours would differ by nothing else.
@@ -239,7 +250,7 @@ def coverage_table(rows: Iterable[Coverage], items: Iterable[PlanItem]) -> str:
                 str(problem.hidden),
                 str(problem.experts),
                 numbers(row.need.problem.tokens for row in group),
-                problem.out_dtype.value,
+                result_text(problem),
                 "on" if problem.pdl else "off",
                 str(need.target),
                 "gap" if first.gap else "library" if first.library else short(first.digest),
@@ -271,13 +282,15 @@ def staleness(provenance: Provenance, compiler: Mapping[str, str] | None) -> str
 
 def plan_build(
     *manifests: Manifest,
-    store: Store,
+    store: ArtifactSource,
     targets: Iterable[Target | str] = (),
     force: bool = False,
 ) -> BuildPlan:
     """Decide what to compile so that the store serves all that the manifests can ask for.
 
-    Reads the store and changes nothing. `targets` take the place of the manifests' own; `force`
+    Reads the store, with its layers where it is a LayeredSource, and changes nothing. What the
+    runtime would find first counts: an entry of a layer is kept, unless it is stale or the store
+    above it has one that is. `targets` take the place of the manifests' own; `force`
     compiles what is fresh too. Each artifact stands once, however many routers ask for it. Raises
     UsageError and its subclasses for bad input, UntrustedStoreError where the store is not to be
     trusted.
@@ -296,6 +309,19 @@ def plan_build(
                 askers.append(need.model)
 
     return plan_keys(keys, models, manifests, store=store, force=force, needs=tuple(needs))
+
+
+def needed_digests(*manifests: Manifest, targets: Iterable[Target | str] = ()) -> frozenset[str]:
+    """The digests of all artifacts that these manifests ask for; reads no store.
+
+    `targets` take the place of the manifests' own. Raises UsageError and its subclasses.
+    """
+    return frozenset(
+        need.digest
+        for manifest, wanted in manifest_targets(manifests, targets)
+        for need, key in _needs(manifest, wanted)
+        if key is not None
+    )
 
 
 def manifest_targets(
@@ -317,7 +343,7 @@ def plan_keys(
     models: Mapping[str, Iterable[str]],
     manifests: Iterable[Manifest],
     *,
-    store: Store,
+    store: ArtifactSource,
     force: bool,
     needs: tuple[Need, ...],
 ) -> BuildPlan:
@@ -332,7 +358,7 @@ def plan_keys(
     ordered = sorted(keys, key=lambda digest: used.index(keys[digest].target))
     items = []
     for digest in ordered:
-        state, detail = _look_up(store, digest, compiler)
+        state, detail, layer = _look_up(store, digest, compiler)
         items.append(
             PlanItem(
                 key=keys[digest],
@@ -341,6 +367,7 @@ def plan_keys(
                 detail=detail,
                 compile=force or state is not State.FRESH,
                 models=tuple(models[digest]),
+                layer=layer,
             )
         )
     return BuildPlan(
@@ -400,13 +427,25 @@ def _needs(
                 )
 
 
-def _look_up(store: Store, digest: str, compiler: Mapping[str, str] | None) -> tuple[State, str]:
-    from .store import MissReason
+def _look_up(
+    store: ArtifactSource, digest: str, compiler: Mapping[str, str] | None
+) -> tuple[State, str, str]:
+    """What there is of a key, why it is not fresh, and the layer that has it."""
+    from .layers import LayeredSource
+    from .store import Miss, MissReason
 
-    found = store.get(digest)
-    if isinstance(found, Artifact):
-        reason = staleness(found.record.provenance, compiler)
-        return (State.STALE, reason) if reason else (State.FRESH, "")
-    if found.reason is MissReason.ABSENT:
-        return State.MISSING, ""
-    return State.DAMAGED, found.detail
+    sources = store.sources if isinstance(store, LayeredSource) else (store,)
+    told: Miss | None = None
+    for number, source in enumerate(sources):
+        found = source.get(digest)
+        if isinstance(found, Artifact):
+            reason = staleness(found.record.provenance, compiler)
+            layer = str(source.root) if number else ""
+            if reason:
+                return State.STALE, reason, layer
+            return State.FRESH, f"in the layer {layer}" if layer else "", layer
+        if told is None or told.reason is MissReason.ABSENT:
+            told = found
+    if told is None or told.reason is MissReason.ABSENT:
+        return State.MISSING, "", ""
+    return State.DAMAGED, told.detail, ""

@@ -14,22 +14,24 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_HIDDEN",
     "MAX_TOKENS",
+    "OPERAND_TOKENS",
     "VECTOR_ELEMENTS",
     "DType",
     "Epilogue",
     "Layout",
     "Problem",
     "Target",
+    "hidden_multiple",
 ]
 
 ALIGNMENT_BYTES = 16
 """Every row of x and weight starts at a multiple of this: kernels load 128 bits at a time."""
 
 VECTOR_ELEMENTS = 8
-"""Elements of bf16 in one 128-bit load: K is a multiple of it."""
+"""Elements of bf16 in one 128-bit load: K is a multiple of it where an operand is bf16."""
 
 MAX_TOKENS = 64
-"""Largest M: above it a library product is no longer bound by latency."""
+"""Largest M with bf16 weights: above it a library product is no longer bound by latency."""
 
 MAX_EXPERTS = 65_536
 """Largest N: keeps every grid extent within the 65,535 that CUDA allows for grid.y and grid.z."""
@@ -51,6 +53,23 @@ class DType(str, enum.Enum):
         return 4 if self is DType.FP32 else 2
 
 
+OPERAND_TOKENS: dict[tuple[DType, DType], int] = {
+    (DType.BF16, DType.BF16): MAX_TOKENS,
+    (DType.BF16, DType.FP32): 65_536,
+    (DType.FP32, DType.FP32): 32,
+}
+"""The element types of x and weight that kernels take together, with the largest M of each pair.
+
+fp32 weights multiply bf16 x on tensor cores at any M, the bound keeps grids within CUDA's; x in
+fp32 needs FMA units, which lose to the library beyond the bound.
+"""
+
+
+def hidden_multiple(x_dtype: DType, weight_dtype: DType) -> int:
+    """What K is a multiple of, so that contiguous rows of both operands keep their alignment."""
+    return ALIGNMENT_BYTES // min(x_dtype.size_bytes, weight_dtype.size_bytes)
+
+
 class Layout(str, enum.Enum):
     """Memory layout of the operands."""
 
@@ -59,11 +78,23 @@ class Layout(str, enum.Enum):
 
 
 class Epilogue(str, enum.Enum):
-    """What happens to a sum before it is written."""
+    """What happens to an fp32 sum before it is rounded to the output type and written."""
 
     NONE = "none"
-    """The fp32 sum is rounded to the output type."""
+    BIAS_FP32 = "bias_fp32"
+    """A bias [N] of fp32 is added."""
+    BIAS_BF16 = "bias_bf16"
+    """A bias [N] of bf16 is added."""
+    SCALE = "scale"
+    """It is multiplied by an fp32 number that the call brings."""
 
+    @property
+    def bias_dtype(self) -> DType | None:
+        """The element type of the bias; none where none is added."""
+        return _BIAS_DTYPES.get(self)
+
+
+_BIAS_DTYPES = {Epilogue.BIAS_FP32: DType.FP32, Epilogue.BIAS_BF16: DType.BF16}
 
 _TARGET = re.compile(r"sm_(?P<number>[1-9][0-9]{1,2})(?P<suffix>[af]?)")
 
@@ -121,29 +152,35 @@ class Problem(msgspec.Struct, frozen=True, order=True):
 
     def check(self) -> None:
         """Raise UnsupportedProblemError where no kernel of this package computes the problem."""
+        max_tokens = OPERAND_TOKENS.get((self.x_dtype, self.weight_dtype))
+        if max_tokens is None:
+            supported = ", ".join(f"{x.value} x {w.value}" for x, w in OPERAND_TOKENS)
+            raise UnsupportedProblemError(
+                f"x_dtype is {self.x_dtype.value} and weight_dtype {self.weight_dtype.value}, "
+                f"supported are {supported}"
+            )
         for name, value, largest in (
-            ("tokens", self.tokens, MAX_TOKENS),
+            ("tokens", self.tokens, max_tokens),
             ("experts", self.experts, MAX_EXPERTS),
             ("hidden", self.hidden, MAX_HIDDEN),
         ):
             if not 1 <= value <= largest:
                 raise UnsupportedProblemError(f"{name} is {value}, supported are 1 to {largest}")
-        if self.hidden % VECTOR_ELEMENTS:
+        multiple = hidden_multiple(self.x_dtype, self.weight_dtype)
+        if self.hidden % multiple:
             raise UnsupportedProblemError(
-                f"hidden is {self.hidden}, supported are multiples of {VECTOR_ELEMENTS}: "
+                f"hidden is {self.hidden}, supported are multiples of {multiple}: "
                 "kernels load 128 bits at a time"
             )
-        for name, dtype in (("x_dtype", self.x_dtype), ("weight_dtype", self.weight_dtype)):
-            if dtype is not DType.BF16:
-                raise UnsupportedProblemError(f"{name} is {dtype.value}, supported is bf16")
         if self.alignment_bytes != ALIGNMENT_BYTES:
             raise UnsupportedProblemError(
                 f"alignment is {self.alignment_bytes} bytes, supported is {ALIGNMENT_BYTES}"
             )
 
     def __str__(self) -> str:
+        epilogue = "" if self.epilogue is Epilogue.NONE else f" {self.epilogue.value}"
         return (
             f"M={self.tokens} N={self.experts} K={self.hidden} {self.x_dtype.value} x "
-            f"{self.weight_dtype.value} -> {self.out_dtype.value}"
+            f"{self.weight_dtype.value} -> {self.out_dtype.value}{epilogue}"
             f"{'' if self.pdl else ', no dependent launch'}"
         )

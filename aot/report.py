@@ -168,6 +168,9 @@ class BuildReport(msgspec.Struct, frozen=True):
     def summary(self) -> str:
         """Two lines: how many problems are served, and what became of the artifacts."""
         counts = ", ".join(f"{n} {o.value}" for o in Outcome if (n := self.count(o)))
+        layers = [r.item.layer for r in self.results if r.outcome is Outcome.KEPT and r.item.layer]
+        for layer in dict.fromkeys(layers):
+            counts += f", {layers.count(layer)} of them in the layer {layer}"
         total = sum(r.artifact.record.cubin.size_bytes for r in self.results if r.artifact)
         text = f"{counted(len(self.results), 'artifact')} ({counts}), {size(total)} of machine code"
         if not self.coverage:
@@ -211,6 +214,7 @@ def _result_data(result: BuildResult) -> dict[str, object]:
         "outcome": result.outcome.value,
         "state_before": result.item.state.value,
         "models": result.item.models,
+        "layer": result.item.layer,
         "key": msgspec.to_builtins(result.item.key),
     }
     if result.artifact is not None:

@@ -4,29 +4,60 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import torch
 
+from .artifact import Artifact
 from .devices import CudaDevices, Devices
 from .driver import Driver
 from .environment import Environment
-from .errors import ColdCaptureError, MissError
+from .errors import (
+    ColdCaptureError,
+    ForkedProcessError,
+    MissError,
+    UsageError,
+)
 from .fallback import TorchProduct
-from .launcher import Launcher, Operands
-from .loader import LIBRARY, ArtifactSource, Loader, Missing
-from .problem import MAX_TOKENS, Problem
-from .store import Store
-from .tensors import DTYPES, check_operands, check_out
+from .forks import watch_forks
+from .key import CompileKey
+from .launch import ParamSource
+from .launcher import Extras, Launcher, Operands
+from .layers import ArtifactSource, open_layers
+from .loader import LIBRARY, NOT_LOADED, Loader, Missing, Reach
+from .problem import ALIGNMENT_BYTES, OPERAND_TOKENS, Epilogue, Problem
+from .routes import Memory
+from .store import MissReason, Store
+from .tensors import DTYPES, check_bias, check_operands, check_out, check_scale, guard_of
+from .wanted import PreloadReport, Wanted, WantedItem, wanted_items
 
-__all__ = ["OnMiss", "Runtime", "Stats", "load_and_run"]
+__all__ = [
+    "OnMiss",
+    "Pdl",
+    "Runtime",
+    "Stats",
+    "freeze",
+    "load_and_run",
+    "preload",
+    "stats",
+    "weights_updated",
+]
 
 logger = logging.getLogger("llbf16_aot")
 
-OnMiss = Literal["torch", "error"]
+OnMiss: TypeAlias = Literal["torch", "error", "compile"]
 """What a call does that no stored kernel serves."""
+
+Pdl: TypeAlias = bool | Literal["auto"]
+"""Whether a launch may begin before the kernel ahead of it in the stream has ended."""
+
+_MISALIGNED = ALIGNMENT_BYTES - 1
+
+_MENDED_BY_BUILD = (MissReason.ABSENT.value, MissReason.DAMAGED.value, MissReason.WRONG_CUBIN.value)
+"""Reasons that a build mends."""
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -36,7 +67,10 @@ class Stats(msgspec.Struct, frozen=True):
     libraries that the driver loaded. `misses` counts, by reason, what was found missing, each
     compile key (or, where there is none, each problem) once; the reasons are those of
     `llbf16_aot.loader.Missing`. `library` counts calls that torch computed because the tuning table
-    says that its library is faster there: neither misses nor fallbacks.
+    says that its library is faster there: neither misses nor fallbacks. `rejects` counts calls that
+    were refused with an error before anything was computed: malformed ones, those of a cold kernel
+    during capture, and misses where these are errors. `compiled` counts kernels that
+    `on_miss="compile"` had compiled.
     """
 
     hits: int
@@ -44,6 +78,8 @@ class Stats(msgspec.Struct, frozen=True):
     misses: dict[str, int]
     fallbacks: int
     library: int
+    rejects: int = 0
+    compiled: int = 0
 
 
 class _Bound(threading.local):
@@ -53,38 +89,45 @@ class _Bound(threading.local):
         self.devices: set[int] = set()
 
 
-_Slot = tuple[int, int, int, torch.dtype, bool, int]
-"""Tokens (all above the supported ones alike), experts, hidden, output type, pdl, device."""
+_Slot: TypeAlias = tuple[Problem, bool, int]
+"""What a call asks for, whether it leaves dependent launch to the runtime, and its device."""
 
 
 class Runtime:
     """Computes `x @ weight.T` with the kernels of a store, without a compiler.
 
-    `store` is a Store or its path; without one, LLBF16_AOT_STORE or the user's cache. `tuning`
-    names the tuning table; without one, LLBF16_AOT_TUNING or `default`. Threads may share a
-    runtime. It writes nothing and takes no lock of the store.
+    `store` is a Store or its path; without one, LLBF16_AOT_STORE or the user's cache. `layers` are
+    read-only stores below it, or their absolute paths, searched after it in their order; without
+    any, those of LLBF16_AOT_LAYERS, which an empty list leaves out. `tuning` names the tuning
+    table; without one, LLBF16_AOT_TUNING or `default`. Threads may share a runtime. It writes
+    nothing and takes no lock of the store, but under `on_miss="compile"`.
 
     `pdl`: launch with programmatic dependent launch. The kernel may then read `weight`, but not
-    `x`, before the kernel ahead of it in the stream has ended. So a call that directly follows a
-    kernel that writes `weight` must pass `pdl=False`.
+    `x`, before the kernel ahead of it in the stream has ended, so a call that directly follows a
+    kernel that writes `weight` must go without. "auto" sees to that for a weight that is new, has
+    been changed in place by torch, or is named in `weights_updated`; docs/runtime.md tells exactly
+    what it notices. False goes without in every call, True in none.
 
     `on_miss`: where no stored kernel serves a call, "torch" lets torch compute it, counted in
-    `stats()` and logged as one warning a key with the reason and what mends it; "error" raises
-    MissError. Where the tuning table prefers torch's library, torch computes without either.
-    Trouble with the trust in a store (UntrustedStoreError) and with the tuning table
+    `stats()`; "error" raises MissError; "compile" compiles the kernel in a child process, which
+    needs the build extra and takes seconds, publishes and launches it, and leaves to torch what no
+    build can mend. Each thing that is missing is logged once, as a warning with its key, the reason
+    and what mends it. Where the tuning table prefers torch's library, torch computes, and none of
+    this applies. Trouble with the trust in a store (UntrustedStoreError) and with the tuning table
     (TuningTableError) is always raised.
 
     Raises StoreError where no store is given and the environment names none, UsageError for a store
-    path that is not absolute, ValueError for another `on_miss`, TypeError for a `pdl` that is no
-    bool.
+    path that is not absolute and for `on_miss="compile"` with a store that cannot be written to,
+    ValueError for another `on_miss`, TypeError for another `pdl`.
     """
 
     def __init__(
         self,
         store: ArtifactSource | Path | str | None = None,
         *,
+        layers: Iterable[ArtifactSource | Path | str] | None = None,
         tuning: str | None = None,
-        pdl: bool = True,
+        pdl: Pdl = "auto",
         on_miss: OnMiss = "torch",
         driver: Driver | None = None,
         devices: Devices | None = None,
@@ -96,19 +139,34 @@ class Runtime:
             store = environment.store_location().root
         if isinstance(store, str | Path):
             store = Store(Path(store))
-        self._loader = Loader(store, tuning or environment.tuning or "default", driver)
+        if on_miss == "compile" and not isinstance(store, Store):
+            raise UsageError(
+                f"on_miss is 'compile' and the store is {store!r}, nothing can be published there",
+                hint="pass a Store or its path",
+            )
+        self._store = store
+        source = open_layers(store, environment.layers if layers is None else layers)
+        self._loader = Loader(source, tuning or environment.tuning or "default", driver)
         self._pdl = _check_pdl(pdl)
         self._on_miss = on_miss
         self._devices: Devices = CudaDevices() if devices is None else devices
+        self._current = self._devices.current
+        self._stream = self._devices.stream
+        self._empty = self._devices.empty
         self._torch = TorchProduct()
-        # A log handler may ask for stats() while a miss is logged under the lock.
-        self._lock = threading.RLock()
-        self._bound = _Bound()
+        self._memory = Memory()
+        self._weights = self._memory.weights
         self._entries: dict[_Slot, Launcher | Missing] = {}
+        self._frozen = False
+        self._forked = False
         self._fallbacks = 0
         self._library = 0
+        self._rejects = 0
+        self._compiled = 0
         self._misses: dict[str, int] = {}
         self._reported: set[str] = set()
+        self._make_locks()
+        watch_forks(self)
 
     def run(
         self,
@@ -117,9 +175,14 @@ class Runtime:
         *,
         out: torch.Tensor | None = None,
         out_dtype: torch.dtype = torch.float32,
-        pdl: bool | None = None,
+        pdl: Pdl | None = None,
+        bias: torch.Tensor | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
-        """Router logits `x @ weight.T`: x [M, K] bf16, weight [N, K] bf16 -> [M, N] of `out_dtype`.
+        """Router logits `x @ weight.T`: x [M, K], weight [N, K] bf16 -> [M, N] of `out_dtype`.
+
+        A weight of fp32 is taken, too, with x of bf16 or fp32. To the fp32 sums `bias` [N], fp32 or
+        bf16, is added, or they are multiplied by `scale`; not both in one call.
 
         Enqueues one kernel on torch's current stream of the tensors' device and returns `out`, or
         a new tensor. Sums are fp32 and the same bits in every run of one kernel; `out_dtype` is
@@ -134,98 +197,486 @@ class Runtime:
 
         A well-formed call that no kernel computes is a miss: M above 64, N above 65,536, K above
         1,048,576, a GPU older than compute capability 9.0, an artifact that is absent from the
-        store or does not pass its checks. See `on_miss` of the class.
+        store and its layers or does not pass its checks, or is not loaded after `freeze`. See
+        `on_miss` of the class.
 
-        During stream capture a call must have been made once before with the same M, N, K, output
-        type, pdl and device, else ColdCaptureError: loading code there would break the capture. A
-        launch that the driver refuses raises DriverError.
+        During stream capture the kernel must have been loaded, by `preload` or by a call before,
+        else ColdCaptureError: loading code there would break the capture. A launch that the driver
+        refuses raises DriverError; a call in a process forked after its parent used a kernel,
+        ForkedProcessError.
         """
-        if out_dtype not in DTYPES:
-            raise TypeError(
-                f"out_dtype is {out_dtype!r}, must be one of {', '.join(map(str, DTYPES))}"
+        if bias is not None or scale is not None:
+            return self._checked(x, weight, out, out_dtype, pdl, bias, scale)
+        # Calls like an earlier one take this short way; whatever is in doubt takes the other.
+        known = self._weights.get(id(weight))
+        if known is not None:
+            try:
+                route = known.routes.get((x.shape, out_dtype))
+            except (AttributeError, TypeError):
+                route = None
+            while route is not None:
+                if out is None:
+                    if route.admits(x, weight):
+                        break
+                elif route.admits_out is not None and route.admits_out(x, weight, out):
+                    break
+                route = route.next
+            if route is not None:
+                mode = self._pdl if pdl is None else pdl
+                launcher = None
+                if mode == "auto":
+                    launcher = route.auto
+                elif mode is True:
+                    launcher = route.always
+                elif mode is False:
+                    launcher = route.never
+                address = weight.data_ptr()
+                x_address = x.data_ptr()
+                if (
+                    launcher is not None
+                    and not (x_address | address) & _MISALIGNED
+                    and self._current() == route.device
+                    and route.device in self._bound.devices
+                    and not (route.grads and torch.is_grad_enabled())
+                    and (
+                        mode != "auto"
+                        or (
+                            known.address == address
+                            and known.version == (weight._version if known.versioned else 0)
+                        )
+                    )
+                ):
+                    if out is None:
+                        out = self._empty(route.shape, route.out_strides, out_dtype)
+                        out_address = out.data_ptr()
+                    else:
+                        out_address = out.data_ptr()
+                        if (
+                            out_address < x_address + route.x_bytes
+                            and x_address < out_address + route.out_bytes
+                        ) or (
+                            out_address < address + route.weight_bytes
+                            and address < out_address + route.out_bytes
+                        ):
+                            return self._checked(x, weight, out, out_dtype, pdl)
+                    launcher.launch(
+                        self._stream(route.device), x_address, address, out_address, route.strides
+                    )
+                    return out
+        return self._checked(x, weight, out, out_dtype, pdl)
+
+    def preload(self, what: Wanted, *, devices: Iterable[int] | None = None) -> PreloadReport:
+        """Make all kernels of a manifest, or of some compile keys, ready before the first call.
+
+        `what` is a Manifest, its path or packaged name, or CompileKeys. Afterwards a call of any
+        problem of the manifest finds its kernel without the disk, also during stream capture and
+        after `freeze`. Problems are dispatched by this runtime's tuning table, as its calls are;
+        keys of targets that do not run on a device are left out there.
+
+        `devices` are ordinals, as torch numbers them. Without any, all GPUs that this process sees:
+        ready on the current one and on those where it has a context already; on the others code is
+        loaded and the first call, which makes the context anyhow, makes it ready.
+
+        What is missing is in the report, and counted and logged as a call would. Under
+        `on_miss="compile"` it is compiled first, all at once; under "error" MissError is raised
+        after all else is ready. Raises ManifestError, DriverError where there is no driver,
+        ColdCaptureError during stream capture, and what else a call raises.
+        """
+        self._check_process()
+        items = wanted_items(what)
+        driver = self._loader.driver
+        ready, deferred = self._ready_devices(driver, devices)
+        if self._devices.capturing():
+            raise ColdCaptureError(
+                "preload during stream capture", hint="preload before the capture"
             )
-        pdl = self._pdl if pdl is None else _check_pdl(pdl)
-        operands = check_operands(x, weight, self._devices.device_type)
-        if out is not None:
-            check_out(out, out_dtype, operands, x.device)
-        if not (operands.tokens and operands.experts and operands.hidden):
-            return _empty_sum(x, weight, out, out_dtype)
-        slot = (
-            min(operands.tokens, MAX_TOKENS + 1),
-            operands.experts,
-            operands.hidden,
-            out_dtype,
-            pdl,
-            operands.device_index,
+        before = self._loader.loads
+        found: list[Missing | None] = []
+        with self._lock:
+            for index in ready:
+                with self._devices.guard(index):
+                    found += self._preload_on(items, index, ready=True)
+            for index in deferred:
+                found += self._preload_on(items, index, ready=False)
+        report = PreloadReport.of(
+            found, devices=ready, deferred=deferred, loads=self._loader.loads - before
         )
-        if self._devices.current() == operands.device_index:
-            return self._run_here(slot, operands, x, weight, out)
-        with self._devices.guard(operands.device_index):
-            return self._run_here(slot, operands, x, weight, out)
+        if report.missing and self._on_miss == "error":
+            first = report.missing[0]
+            raise MissError(
+                f"{len(report.missing)} of what was to be preloaded is missing, first: "
+                f"{first.message}",
+                hint=first.hint,
+            )
+        return report
+
+    def freeze(self) -> None:
+        """Load and compile nothing from now on, and read nothing from disk.
+
+        What is loaded goes on being served, on other devices too; everything else is a miss of the
+        reason `not-loaded`, left to torch or, under `on_miss="error"`, a MissError. There is no way
+        back: make a new Runtime.
+        """
+        with self._lock:
+            self._frozen = True
+
+    def weights_updated(self, weight: torch.Tensor | None = None) -> None:
+        """Say that a weight, or without one all weights, are being changed.
+
+        Under `pdl="auto"` the next call of each then waits for all that is ahead of it in the
+        stream. To be called after the change was enqueued and before that call. A tensor stands for
+        all that shares its storage. Changes that torch itself makes in place to the very tensor
+        need no call, see docs/runtime.md.
+        """
+        if weight is not None and not isinstance(weight, torch.Tensor):
+            raise TypeError(f"weight is {type(weight).__name__}, must be a torch.Tensor or None")
+        self._memory.changed(weight)
+
+    @property
+    def device_type(self) -> str:
+        """The type of device that tensors of a call must be on, as torch names it."""
+        return self._devices.device_type
+
+    @property
+    def on_miss(self) -> OnMiss:
+        """What a call does that no stored kernel serves."""
+        return self._on_miss
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return self._devices.capturing()
+
+    def capability(self, device: int) -> tuple[int, int]:
+        """A device's compute capability, as (9, 0); raises DriverError."""
+        return self._loader.driver.compute_capability(device)
+
+    def lookup(self, problem: Problem, device: int) -> CompileKey | Missing:
+        """The key of the kernel that serves such calls on a device, made ready; or why none is.
+
+        Whether launches are dependent is the runtime's setting, not the problem's. Counts and logs
+        nothing and compiles nothing; after `freeze` and during stream capture it loads nothing.
+        """
+        self._check_process()
+        problem = msgspec.structs.replace(problem, pdl=self._pdl is not False)
+        if self._devices.capturing():
+            reach = Reach.READY
+        else:
+            reach = Reach.MEMORY if self._frozen else Reach.DISK
+        with self._lock, self._devices.guard(device):
+            found = self._loader.served_by(problem, device, reach=reach)
+            if isinstance(found, Missing) and self._pdl == "auto":
+                plain = msgspec.structs.replace(problem, pdl=False)
+                other = self._loader.served_by(plain, device, reach=reach)
+                return other if isinstance(other, CompileKey) else found
+            return found
 
     def stats(self) -> Stats:
         """What was done so far, in all threads."""
-        with self._lock:
-            launchers = [entry for entry in self._entries.values() if isinstance(entry, Launcher)]
+        with self._counts:
+            entries = tuple(self._entries.values())
+            launchers = {id(one): one for one in entries if isinstance(one, Launcher)}
             return Stats(
-                hits=sum(launcher.calls for launcher in launchers),
+                hits=sum(launcher.all_calls for launcher in launchers.values()),
                 loads=self._loader.loads,
                 misses=dict(self._misses),
                 fallbacks=self._fallbacks,
                 library=self._library,
+                rejects=self._rejects,
+                compiled=self._compiled,
             )
+
+    def after_fork(self) -> None:
+        """In a forked child: forget what belongs to the parent's driver. Called by `forks`."""
+        self._forked = self._loader.used
+        self._memory = Memory()
+        self._weights = self._memory.weights
+        self._entries = {}
+        self._make_locks()
+
+    def _make_locks(self) -> None:
+        # A log handler may ask for stats() while a miss is logged under the lock.
+        self._lock = threading.RLock()
+        """Held while a kernel is looked for and loaded: one load for all threads."""
+        self._counts = threading.RLock()
+        self._bound = _Bound()
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise ForkedProcessError(
+                "this process was forked after its parent loaded kernels, and CUDA does not "
+                "survive a fork",
+                hint='start workers with multiprocessing.get_context("spawn"), or fork before the '
+                "first call",
+            )
+
+    def _checked(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        pdl: Pdl | None,
+        bias: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """A call with everything checked."""
+        try:
+            return self._run(x, weight, out, out_dtype, pdl, bias, scale)
+        except (TypeError, ValueError, ColdCaptureError, MissError):
+            with self._counts:
+                self._rejects += 1
+            raise
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        pdl: Pdl | None,
+        bias: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        if out_dtype not in DTYPES:
+            raise TypeError(
+                f"out_dtype is {out_dtype!r}, must be one of {', '.join(map(str, DTYPES))}"
+            )
+        mode = self._pdl if pdl is None else _check_pdl(pdl)
+        self._check_process()
+        operands = check_operands(x, weight, self._devices.device_type)
+        if out is not None:
+            check_out(out, out_dtype, operands, x.device)
+        finish = _Finish.of(bias, scale, operands, x.device)
+        if not (operands.tokens and operands.experts and operands.hidden):
+            return _empty_sum(x, weight, out, out_dtype, bias)
+        if self._current() == operands.device_index:
+            return self._run_here(mode, operands, x, weight, out, out_dtype, finish)
+        with self._devices.guard(operands.device_index):
+            return self._run_here(mode, operands, x, weight, out, out_dtype, finish)
 
     def _run_here(
         self,
-        slot: _Slot,
+        mode: Pdl,
         operands: Operands,
         x: torch.Tensor,
         weight: torch.Tensor,
         out: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        finish: _Finish,
     ) -> torch.Tensor:
         """The call, with the tensors' device current."""
+        types = DTYPES[x.dtype], DTYPES[weight.dtype]
+        problem = Problem(
+            min(operands.tokens, OPERAND_TOKENS[types] + 1),
+            operands.experts,
+            operands.hidden,
+            DTYPES[out_dtype],
+            mode is not False,
+            *types,
+            epilogue=finish.epilogue,
+        )
+        index = operands.device_index
+        slot = (problem, mode == "auto", index)
         entry = self._entries.get(slot)
         if entry is None:
-            entry = self._first_call(slot, operands)
+            entry = self._first_call(slot)
         if isinstance(entry, Missing):
-            return self._fall_back(entry, x, weight, out, slot[3])
-        index = operands.device_index
+            return self._fall_back(entry, x, weight, out, out_dtype, finish)
         if index not in self._bound.devices:
             self._loader.driver.bind_context(index)
             self._bound.devices.add(index)
+        memory = self._memory
+        known = memory.weight(weight, index)
+        route = memory.route(known, x, weight, operands, out_dtype)
+        if finish.epilogue is Epilogue.NONE:
+            if mode == "auto":
+                route.auto = entry
+            elif mode:
+                route.always = entry
+            else:
+                route.never = entry
         if out is None:
-            out = torch.empty((operands.tokens, operands.experts), dtype=slot[3], device=x.device)
-        entry(self._devices.stream(index), operands, out.data_ptr())
+            out = self._empty(route.shape, route.out_strides, out_dtype)
+        elif not out.requires_grad and not (route.admits_out and route.admits_out(x, weight, out)):
+            route.admits_out = guard_of(x, weight, out)
+        launcher = entry
+        # A bias is read as early as the weight.
+        read = [(known, known.sight_of(weight, operands.weight_address))]
+        if finish.bias is not None:
+            other = memory.weight(finish.bias, index)
+            read.append((other, other.sight_of(finish.bias, finish.bias.data_ptr())))
+        unseen = [(one, sight) for one, sight in read if not one.saw(sight)]
+        capturing = bool(unseen) and self._devices.capturing()
+        captured = capturing and all(one.captured(sight) for one, sight in unseen)
+        if mode == "auto" and unseen and not captured:
+            launcher = entry.ordinary
+        launcher.launch(
+            self._stream(index),
+            operands.x_address,
+            operands.weight_address,
+            out.data_ptr(),
+            route.strides,
+            finish.extras,
+        )
+        if not launcher.programmatic:
+            for one, sight in unseen:
+                memory.note(one, sight, capturing=capturing)
         return out
 
-    def _first_call(self, slot: _Slot, operands: Operands) -> Launcher | Missing:
+    def _first_call(self, slot: _Slot) -> Launcher | Missing:
         """Find and load what serves a slot, once for all threads."""
-        problem = Problem(
-            operands.tokens, operands.experts, operands.hidden, DTYPES[slot[3]], slot[4]
-        )
+        problem = slot[0]
         if self._devices.capturing():
-            raise ColdCaptureError(
-                f"first call for {problem} during stream capture: its kernel is not loaded",
-                hint="make the same call once before the capture",
-            )
-        with self._lock:
-            entry = self._entries.get(slot)
-            if entry is None:
-                entry = self._loader.find(problem, slot[5])
-                if isinstance(entry, Missing):
-                    self._report(entry)
+            with self._lock:
+                entry = self._find(slot, Reach.READY)
+            if isinstance(entry, Missing) and entry.reason == NOT_LOADED:
+                raise ColdCaptureError(
+                    f"first call for {problem} during stream capture: its kernel is not loaded",
+                    hint="preload it, or make the same call once before the capture",
+                )
+            if isinstance(entry, Launcher):
                 self._entries[slot] = entry
+            return entry
+        with self._lock:
+            known = self._entries.get(slot)
+            if known is not None:
+                return known
+            reach = Reach.MEMORY if self._frozen else Reach.DISK
+            entry = self._find(slot, reach)
+            if isinstance(entry, Missing):
+                entry = self._mend((entry,)).get(entry.subject) or self._find(slot, reach)
+            self._entries[slot] = entry
         return entry
 
-    def _report(self, missing: Missing) -> None:
+    def _find(self, slot: _Slot, reach: Reach, *, ready: bool = True) -> Launcher | Missing:
+        """What serves a slot.
+
+        Where dependent launch is left to the runtime, a kernel without it serves if there is no
+        other.
+        """
+        problem, auto, index = slot
+        if not auto:
+            return self._loader.find(problem, index, reach=reach, ready=ready)
+        explicit = self._entries.get((problem, False, index))
+        if isinstance(explicit, Launcher):
+            return explicit
+        found = self._loader.find(problem, index, reach=reach, ready=ready)
+        if isinstance(found, Missing) and found.key is not None:
+            plain = msgspec.structs.replace(problem, pdl=False)
+            other = self._loader.find(plain, index, reach=reach, ready=ready)
+            if isinstance(other, Launcher):
+                return other
+        return found
+
+    def _mend(self, missing: Iterable[Missing]) -> dict[str, Missing]:
+        """Report misses, compile what is wanted and can be, and tell what remains, by subject."""
+        lacking: dict[CompileKey, Missing] = {}
+        rest: dict[str, Missing] = {}
+        for one in missing:
+            compiles = self._on_miss == "compile" and not self._frozen
+            if compiles and one.key is not None and one.reason in _MENDED_BY_BUILD:
+                lacking[one.key] = one
+                self._report(one, "It is compiled now.")
+            else:
+                rest[one.subject] = one
+                self._report(one)
+        if lacking:
+            rest |= self._compile(lacking)
+        return rest
+
+    def _compile(self, lacking: dict[CompileKey, Missing]) -> dict[str, Missing]:
+        """Compile and load these; what fails is told by the miss's subject.
+
+        Raises CompilerMissingError.
+        """
+        from .mend import compile_keys
+
+        store = self._store
+        if not isinstance(store, Store):
+            raise UsageError(f"nothing can be published in {store!r}")
+        failed: dict[str, Missing] = {}
+        for key, result in compile_keys(lacking, store).items():
+            old = lacking[key]
+            fault: Missing | None
+            if isinstance(result, Artifact):
+                fault = self._loader.adopt(result)
+                with self._counts:
+                    self._compiled += fault is None
+            else:
+                message = f"no kernel for {key}: compile: {result.message}"
+                fault = Missing(old.subject, "compile", message, result.hint)
+            if fault is not None:
+                failed[old.subject] = fault
+                self._report(fault, again=True)
+        return failed
+
+    def _ready_devices(
+        self, driver: Driver, devices: Iterable[int] | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The devices to make kernels ready on, and those to load them for only."""
+        count = driver.device_count()
+        if devices is None:
+            current = self._current()
+            ready = tuple(i for i in range(count) if i == current or driver.has_context(i))
+            return ready, tuple(i for i in range(count) if i not in ready)
+        ready = tuple(dict.fromkeys(devices))
+        for index in ready:
+            if not 0 <= index < count:
+                raise ValueError(f"device is {index}, this process sees 0 to {count - 1}")
+        return ready, ()
+
+    def _preload_on(
+        self, items: tuple[WantedItem, ...], index: int, *, ready: bool
+    ) -> list[Missing | None]:
+        """Bind all that runs on a device; with `ready` it must be the current one."""
+        if not self._frozen:
+            self._loader.read_tables(index)
+        targets = {str(target) for target in self._loader.targets(index)}
+        wanted = [one for one in items if isinstance(one, Problem) or one.target in targets]
+        found = [self._bind(item, index, ready=ready) for item in wanted]
+        misses = {one.subject: one for one in found if one is not None}
+        if misses:
+            rest = self._mend(misses.values())
+            for place, one in enumerate(found):
+                if one is not None:
+                    mended = one.subject not in rest
+                    found[place] = (
+                        self._bind(wanted[place], index, ready=ready)
+                        if mended
+                        else rest[one.subject]
+                    )
+        return found
+
+    def _bind(self, item: WantedItem, index: int, *, ready: bool) -> Missing | None:
+        """Let the calls that an item stands for find their kernel; or why they will not."""
+        reach = Reach.MEMORY if self._frozen else Reach.DISK
+        if isinstance(item, CompileKey):
+            return self._loader.load(item, index, reach=reach, ready=ready)
+        slot = (item, False, index)
+        plain = self._entries.get(slot)
+        if not isinstance(plain, Launcher):
+            plain = self._find(slot, reach, ready=ready)
+        if ready:
+            self._entries[slot] = plain
+            slot = (msgspec.structs.replace(item, pdl=True), True, index)
+            if not isinstance(self._entries.get(slot), Launcher):
+                left = plain if item.pdl else self._find(slot, reach, ready=ready)
+                if item.pdl or isinstance(left, Launcher):
+                    self._entries[slot] = left
+        return plain if isinstance(plain, Missing) else None
+
+    def _report(self, missing: Missing, then: str = "", *, again: bool = False) -> None:
         """Count and log a miss, once for each thing that is missing."""
-        if missing.reason == LIBRARY or missing.subject in self._reported:
+        if missing.reason == LIBRARY or (missing.subject in self._reported and not again):
             return
         self._reported.add(missing.subject)
-        self._misses[missing.reason] = self._misses.get(missing.reason, 0) + 1
-        if self._on_miss == "torch":
-            mend = f" To mend it: {missing.hint}" if missing.hint else ""
-            logger.warning("%s. torch computes it from now on.%s", missing.message, mend)
+        with self._counts:
+            self._misses[missing.reason] = self._misses.get(missing.reason, 0) + 1
+        if not then:
+            raises = self._on_miss == "error"
+            then = f"{'Calls raise MissError' if raises else 'torch computes it'} from now on."
+        mend = f" To mend it: {missing.hint}" if missing.hint else ""
+        logger.warning("%s. %s%s", missing.message, then, mend)
 
     def _fall_back(
         self,
@@ -234,17 +685,46 @@ class Runtime:
         weight: torch.Tensor,
         out: torch.Tensor | None,
         out_dtype: torch.dtype,
+        finish: _Finish,
     ) -> torch.Tensor:
         chosen = missing.reason == LIBRARY
         if self._on_miss == "error" and not chosen:
             raise MissError(missing.message, hint=missing.hint)
-        with self._lock:
+        with self._counts:
             if chosen:
                 self._library += 1
             else:
                 self._fallbacks += 1
-        product = self._torch(x, weight, out_dtype)
+        product = self._torch(x, weight, out_dtype, bias=finish.bias, scale=finish.scale)
         return product if out is None else out.copy_(product)
+
+
+class _Finish(NamedTuple):
+    """What becomes of a call's sums before they are rounded."""
+
+    epilogue: Epilogue = Epilogue.NONE
+    bias: torch.Tensor | None = None
+    scale: float | None = None
+    extras: Extras | None = None
+
+    @classmethod
+    def of(
+        cls,
+        bias: torch.Tensor | None,
+        scale: float | None,
+        operands: Operands,
+        device: torch.device,
+    ) -> _Finish:
+        """Check bias and scale of a call; raises TypeError and ValueError."""
+        if bias is not None:
+            if scale is not None:
+                raise ValueError("bias and scale are both given, a call takes one of them")
+            epilogue, address = check_bias(bias, operands, device)
+            return cls(epilogue, bias=bias, extras={ParamSource.BIAS: address})
+        if scale is not None:
+            scale = check_scale(scale)
+            return cls(Epilogue.SCALE, scale=scale, extras={ParamSource.SCALE: scale})
+        return cls()
 
 
 class _Process:
@@ -260,33 +740,64 @@ def load_and_run(
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Router logits `x @ weight.T`: x [M, K] bf16, weight [N, K] bf16 -> [M, N] of `out_dtype`.
+    """Router logits `x @ weight.T`: x [M, K], weight [N, K] bf16 -> [M, N] of `out_dtype`.
 
     `Runtime().run(...)` on one runtime for the whole process, made by the first call from the
-    environment's store and tuning table; what is checked, raised and fallen back from is said
-    there. Launches with programmatic dependent launch: where the kernel that directly precedes the
-    call in the stream writes `weight`, use `Runtime.run(..., pdl=False)`.
+    environment's store, layers and tuning table; what is checked, raised and fallen back from is
+    said there. Where a kernel of your own, or a copy through another tensor, writes `weight`, say
+    so with `weights_updated(weight)` before the next call.
     """
     runtime = _Process.runtime
     if runtime is None:
-        with _Process.lock:
-            runtime = _Process.runtime
-            if runtime is None:
-                runtime = _Process.runtime = Runtime()
-    return runtime.run(x, weight, out=out, out_dtype=out_dtype)
+        runtime = process_runtime()
+    return runtime.run(x, weight, out=out, out_dtype=out_dtype, bias=bias, scale=scale)
+
+
+def preload(what: Wanted, *, devices: Iterable[int] | None = None) -> PreloadReport:
+    """`Runtime.preload` of the process's runtime."""
+    return process_runtime().preload(what, devices=devices)
+
+
+def freeze() -> None:
+    """`Runtime.freeze` of the process's runtime."""
+    process_runtime().freeze()
+
+
+def weights_updated(weight: torch.Tensor | None = None) -> None:
+    """`Runtime.weights_updated` of the process's runtime."""
+    process_runtime().weights_updated(weight)
+
+
+def stats() -> Stats:
+    """`Runtime.stats` of the process's runtime."""
+    return process_runtime().stats()
+
+
+def process_runtime() -> Runtime:
+    """The runtime of the process's `load_and_run`, made by the first call; raises as Runtime."""
+    with _Process.lock:
+        if _Process.runtime is None:
+            _Process.runtime = Runtime()
+        return _Process.runtime
 
 
 def _empty_sum(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The result where an extent is zero: nothing, or sums of nothing."""
+    """The result where an extent is zero: nothing, or sums of nothing with their bias."""
     if out is None:
-        return torch.zeros((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
-    return out.zero_()
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+    return out.zero_() if bias is None else out.copy_(bias.expand(out.shape))
 
 
-def _check_pdl(pdl: bool) -> bool:
-    if not isinstance(pdl, bool):
-        raise TypeError(f"pdl is {pdl!r}, must be True or False")
+def _check_pdl(pdl: Pdl) -> Pdl:
+    if not isinstance(pdl, bool) and pdl != "auto":
+        raise TypeError(f'pdl is {pdl!r}, must be True, False or "auto"')
     return pdl

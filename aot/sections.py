@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import struct
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from .errors import InvalidArtifactError
@@ -141,36 +139,38 @@ class ElfFile:
                 f"section {names_index} should hold the section names but is no string table"
             )
         start, length = raw[names_index][4:6]
-        names = Strings(self._data[start : start + length])
+        name_at = Strings(self._data[start : start + length]).at
         return tuple(
-            Section(names.at(name), index, kind, flags, offset, size, link, info)
-            for index, (name, kind, flags, _, offset, size, link, info, _, _) in enumerate(raw)
+            [
+                Section(name_at(name), index, kind, flags, offset, size, link, info)
+                for index, (name, kind, flags, _, offset, size, link, info, _, _) in enumerate(raw)
+            ]
         )
-
-    def _extents(self) -> Iterator[tuple[int, int, str]]:
-        yield 0, _HEADER.size, "the ELF header"
-        yield self._sections_offset, self._sections * _SECTION.size, "the section table"
-        if self._segments:
-            yield self._segments_offset, self._segments * _SEGMENT.size, "the segment table"
-        for section in self.sections:
-            if section.size and section.type not in _WITHOUT_BYTES:
-                yield section.offset, section.size, section.name
 
     def _check_extents(self) -> None:
         """Every segment lies in the file; headers, tables and sections share no byte."""
+        extents = [
+            (section.offset, section.size, section.name)
+            for section in self.sections
+            if section.size and section.type not in _WITHOUT_BYTES
+        ]
+        extents.append((0, _HEADER.size, "the ELF header"))
+        extents.append((self._sections_offset, self._sections * _SECTION.size, "the section table"))
         if self._segments:
             size = self._segments * _SEGMENT.size
             table = cut(self._data, self._segments_offset, size, "the segment table")
             for fields in _SEGMENT.iter_unpack(table):
                 if fields[2] + fields[5] > len(self._data):
                     cut(self._data, fields[2], fields[5], "a segment")
-        for (offset, size, what), (following, _, other) in itertools.pairwise(
-            sorted(self._extents())
-        ):
-            if offset + size > following:
+            extents.append((self._segments_offset, size, "the segment table"))
+        extents.sort()
+        end, before = 0, ""
+        for offset, size, what in extents:
+            if offset < end:
                 raise InvalidArtifactError(
-                    f"cubin is damaged: {what} and {other} overlap at {following}"
+                    f"cubin is damaged: {before} and {what} overlap at {offset}"
                 )
+            end, before = offset + size, what
 
     def _index_names(self) -> dict[str, Section]:
         by_name: dict[str, Section] = {}
@@ -194,9 +194,10 @@ class Strings:
         if end < 0:
             raise InvalidArtifactError(f"name at {offset} of a string table has no end")
         name = self._table[offset:end]
-        if not name.isascii():
-            raise InvalidArtifactError(f"name {name!r} is not ASCII")
-        return name.decode("ascii")
+        try:
+            return name.decode("ascii")
+        except UnicodeDecodeError as error:
+            raise InvalidArtifactError(f"name {name!r} is not ASCII") from error
 
 
 def cut(data: bytes, offset: int, size: int, what: str) -> bytes:

@@ -1,28 +1,17 @@
 """The store: artifacts on disk, found by their digest, every byte checked on every read.
 
-    <root>/CACHEDIR.TAG
-    <root>/v1/refs/<k0k1>/<key>                  one line that names a record
-    <root>/v1/blobs/sha256/<d0d1>/<digest>       records and cubins, by the digest of their bytes
-    <root>/v1/tmp/                               files that are being written
-    <root>/v1/locks/                             one file a key; locks save work, no more
-
-A ref is the line `sha256:<digest> <size>` and a line feed, with size in bytes as a decimal number
-without leading zeros; nothing else is accepted.
+`layout` says what lies where; `docs/store.md` what is promised.
 """
 
 from __future__ import annotations
 
 import enum
 import errno
-import fcntl
-import math
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,7 +21,6 @@ from .errors import (
     AotError,
     DamagedEntryError,
     InvalidArtifactError,
-    LockTimeoutError,
     StoreError,
     StoreFullError,
     StoreUnwritableError,
@@ -41,20 +29,33 @@ from .errors import (
 )
 from .files import Directory, command, shown
 from .key import DIGEST_PATTERN
+from .layout import (
+    MAX_RECORD_BYTES,
+    MAX_REF_BYTES,
+    STORE_VERSION,
+    check_name,
+    decode_record,
+    decode_ref,
+    encode_ref,
+    is_digest_in,
+    read_blob,
+    shard_names,
+)
 from .location import default_root
+from .locks import NO_LOCKS, acquire
 from .problem import Target
 from .sections import MAX_CUBIN_BYTES
 
-if TYPE_CHECKING:
-    import filelock
-
 __all__ = ["MAX_RECORD_BYTES", "Miss", "MissReason", "Store", "default_root"]
 
-STORE_VERSION = "v1"
+LOCK_WAIT_S = 60.0
+"""How long a publisher waits for somebody who prunes: ten thousand entries take some seconds."""
 
-MAX_REF_BYTES = 200
-LOCK_MODE = 0o600
-MAX_RECORD_BYTES = 1 << 20
+STORE_LOCK = "store.lock"
+GATE_LOCK = "gate.lock"
+
+_REREADS = 8
+"""How often a ref may change under a reader before it gives up."""
 
 CACHE_TAG = "CACHEDIR.TAG"
 CACHE_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
@@ -62,8 +63,6 @@ CACHE_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 # See https://bford.info/cachedir/
 """
 
-_REF = re.compile(rb"sha256:(?P<digest>[0-9a-f]{64}) (?P<size>[1-9][0-9]{0,18})\n")
-_SHARD = re.compile(r"[0-9a-f]{2}")
 _VERSION = re.compile(r"v[0-9]+")
 _NOT_STRANGE = (CACHE_TAG, "lost+found")
 
@@ -149,28 +148,28 @@ class Store:
         record = _checked_record(artifact)
         name = Blob.of(record)
         digest = artifact.digest
-        try:
-            with ExitStack() as stack:
-                root, version = self._make_version(stack)
-                temporary = stack.enter_context(version.make("tmp"))
-                temporary.sweep()
-                if not root.has(CACHE_TAG):
-                    root.put(CACHE_TAG, CACHE_TAG_TEXT, temporary=temporary)
-                blobs = stack.enter_context(version.make("blobs"))
-                sha256 = stack.enter_context(blobs.make("sha256"))
-                for blob, data in ((artifact.record.cubin, artifact.cubin), (name, record)):
-                    with sha256.make(blob.digest[:2]) as shard:
-                        if not shard.holds(blob.digest, data):
-                            shard.put(blob.digest, data, temporary=temporary)
-                refs = stack.enter_context(version.make("refs"))
-                shard = stack.enter_context(refs.make(digest[:2]))
-                # A directory that another publisher made a moment ago may not be durable yet.
-                for directory in (sha256, blobs, refs, version, root):
-                    directory.sync()
-                root.sync_parent()
-                shard.put(digest, _encode_ref(name), temporary=temporary)
-        except OSError as error:
-            raise self._failure(error) from error
+        # Shared with other publishers, and from the first blob to the ref: who prunes meanwhile
+        # would take a blob that no ref names yet.
+        with (
+            self.changing(exclusive=False, timeout_s=LOCK_WAIT_S) as (root, version),
+            version.make("tmp") as temporary,
+            version.make("blobs") as blobs,
+            blobs.make("sha256") as sha256,
+            version.make("refs") as refs,
+            refs.make(digest[:2]) as ref_shard,
+        ):
+            temporary.sweep()
+            if not root.has(CACHE_TAG):
+                root.put(CACHE_TAG, CACHE_TAG_TEXT, temporary=temporary)
+            for blob, data in ((artifact.record.cubin, artifact.cubin), (name, record)):
+                with sha256.make(blob.digest[:2]) as shard:
+                    if not shard.holds(blob.digest, data):
+                        shard.put(blob.digest, data, temporary=temporary)
+            # A directory that another publisher made a moment ago may not be durable yet.
+            for directory in (sha256, blobs, refs, version, root):
+                directory.sync()
+            root.sync_parent()
+            ref_shard.put(digest, encode_ref(name), temporary=temporary)
 
     def prepare(self) -> None:
         """Make the folder in which files are written, and so tell early whether that is possible.
@@ -190,26 +189,76 @@ class Store:
         Raises StoreError where the store cannot be listed. Files of other names are ignored.
         """
         found: list[str] = []
+        with self.reading() as version, ExitStack() as stack:
+            try:
+                if version is None:
+                    return ()
+                refs = stack.enter_context(version.enter("refs"))
+            except FileNotFoundError:
+                return ()
+            for shard_name in shard_names(refs):
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    with refs.enter(shard_name) as shard:
+                        names = shard.names()
+                    found.extend(name for name in names if is_digest_in(name, shard_name))
+        return tuple(found)
+
+    def touch(self, digest: str) -> None:
+        """Note that an entry was used, for `prune`: what was used last goes last.
+
+        Loading never does this. Where the store cannot be written nothing happens.
+        """
+        _check_digest(digest)
+        with suppress(OSError), ExitStack() as stack:
+            self._open_refs(stack, digest)[1].touch(digest)
+
+    @contextmanager
+    def reading(self) -> Iterator[Directory | None]:
+        """The folder of this layout, None where there is none: for those who look after a store.
+
+        What the system refuses in the body comes out as StoreError.
+        """
         try:
             with ExitStack() as stack:
-                refs = self._open_refs(stack)
-                if refs is None:
-                    return ()
-                for shard_name in filter(_SHARD.fullmatch, refs.names()):
-                    with suppress(FileNotFoundError, NotADirectoryError):
-                        with refs.enter(shard_name) as shard:
-                            names = shard.names()
-                        found.extend(
-                            name
-                            for name in names
-                            if DIGEST_PATTERN.fullmatch(name) and name[:2] == shard_name
-                        )
+                version: Directory | None = None
+                with suppress(FileNotFoundError):
+                    root = stack.enter_context(Directory.open_root(str(self.root), create=False))
+                    version = stack.enter_context(root.enter(STORE_VERSION))
+                yield version
         except OSError as error:
             raise StoreError(
                 f"cannot list the store {shown(self.root)}: {_described(error)}",
                 hint=command("ls", "-la", str(self.root)),
             ) from error
-        return tuple(found)
+
+    @contextmanager
+    def changing(
+        self, *, exclusive: bool, timeout_s: float
+    ) -> Iterator[tuple[Directory, Directory]]:
+        """The root and its folder of this layout, made where missing, under the store's lock.
+
+        Publishers share the lock; who takes anything away must be alone. Who waits to be alone is
+        not overtaken. Without kernel locks publishing goes on, and nobody is alone. Raises
+        LockTimeoutError; what the system refuses in the body comes out as the StoreError of
+        `publish`.
+        """
+        try:
+            with ExitStack() as stack:
+                root, version = self._make_version(stack)
+                try:
+                    self._lock(stack, version, exclusive=exclusive, timeout_s=timeout_s)
+                except OSError as error:
+                    if error.errno not in NO_LOCKS:
+                        raise
+                    if exclusive:
+                        raise StoreUnwritableError(
+                            f"cannot lock the store {shown(self.root)}: {_described(error)}",
+                            hint="only with a lock is it safe to remove what a builder may need: "
+                            "run this where the store can be locked",
+                        ) from error
+                yield root, version
+        except OSError as error:
+            raise self._failure(error) from error
 
     def usage(self) -> int:
         """Bytes of all files of the store, without what the file system adds."""
@@ -239,38 +288,61 @@ class Store:
         Raises LockTimeoutError after `timeout_s` seconds; `math.inf` waits for ever.
         """
         _check_digest(digest)
-        lock = self._acquire(digest, timeout_s)
-        try:
-            yield lock is not None
-        finally:
-            if lock is not None:
-                with suppress(OSError):
-                    lock.release()
+        with ExitStack() as stack:
+            held = True
+            try:
+                _, version = self._make_version(stack)
+                locks = stack.enter_context(version.make("locks"))
+                lock = acquire(
+                    locks, f"{digest}.lock", exclusive=True, timeout_s=timeout_s, temporary=True
+                )
+                stack.callback(lock.release)
+            except OSError:
+                held = False
+            yield held
+
+    def _lock(
+        self, stack: ExitStack, version: Directory, *, exclusive: bool, timeout_s: float
+    ) -> None:
+        locks = stack.enter_context(version.make("locks"))
+        # Who wants to be alone keeps the gate while waiting for those who are inside, so that the
+        # stream of newcomers cannot keep it waiting for ever.
+        gate = acquire(locks, GATE_LOCK, exclusive=exclusive, timeout_s=timeout_s)
+        stack.callback(gate.release)
+        lock = acquire(locks, STORE_LOCK, exclusive=exclusive, timeout_s=timeout_s)
+        stack.callback(lock.release)
+        if not exclusive:
+            gate.release()
+
+    def _open_refs(self, stack: ExitStack, digest: str) -> tuple[Directory, Directory]:
+        """The folder of this layout, and the shard of refs that holds a digest."""
+        root = stack.enter_context(Directory.open_root(str(self.root), create=False))
+        version = stack.enter_context(root.enter(STORE_VERSION))
+        refs = stack.enter_context(version.enter("refs"))
+        return version, stack.enter_context(refs.enter(digest[:2]))
 
     def _read(self, digest: str) -> Artifact:
         with ExitStack() as stack:
             try:
-                root = stack.enter_context(Directory.open_root(str(self.root), create=False))
-                version = stack.enter_context(root.enter(STORE_VERSION))
-                refs = stack.enter_context(version.enter("refs"))
-                shard = stack.enter_context(refs.enter(digest[:2]))
-                line = shard.read(digest, limit_bytes=MAX_REF_BYTES)
+                version, shard = self._open_refs(stack, digest)
             except FileNotFoundError as error:
                 raise _AbsentError(f"{shown(error.filename)} does not exist") from error
-            name = _decode_ref(line, f"{shard.path}/{digest}")
-            try:
-                blobs = stack.enter_context(version.enter("blobs"))
-                sha256 = stack.enter_context(blobs.enter("sha256"))
-                path, data = _read_blob(sha256, name, limit_bytes=MAX_RECORD_BYTES)
-                record = _decode_record(data, path, digest)
-                path, cubin = _read_blob(sha256, record.cubin, limit_bytes=MAX_CUBIN_BYTES)
-            except FileNotFoundError as error:
-                raise DamagedEntryError(f"{shown(error.filename)} is missing") from error
-        try:
-            check_cubin(record.launch, Target.parse(record.key.target), cubin)
-        except InvalidArtifactError as error:
-            raise InvalidArtifactError(f"{shown(path)}: {error.message}") from error
-        return Artifact(record, cubin)
+            before: bytes | None = None
+            missing = ""
+            for _ in range(_REREADS):
+                try:
+                    line = shard.read(digest, limit_bytes=MAX_REF_BYTES)
+                except FileNotFoundError as error:
+                    raise _AbsentError(f"{shown(error.filename)} does not exist") from error
+                if line == before:
+                    break
+                try:
+                    return _read_entry(version, line, f"{shard.path}/{digest}", digest)
+                except FileNotFoundError as error:
+                    # A blob that goes after its ref was read was pruned, or its entry replaced:
+                    # then the ref is another by now, or none.
+                    before, missing = line, f"{shown(error.filename)} is missing"
+            raise DamagedEntryError(missing)
 
     def _make_version(self, stack: ExitStack) -> tuple[Directory, Directory]:
         """The root and its folder of this version, made where they are missing."""
@@ -284,32 +356,6 @@ class Store:
                     hint="name a new or an empty directory with --store or LLBF16_AOT_STORE",
                 )
         return root, stack.enter_context(root.make(STORE_VERSION, replace=False))
-
-    def _acquire(self, digest: str, timeout_s: float) -> filelock.BaseFileLock | None:
-        try:
-            with ExitStack() as stack:
-                _, version = self._make_version(stack)
-                locks = stack.enter_context(version.make("locks"))
-                path = f"{locks.path}/{digest}.lock"
-                if not _can_lock(path):
-                    return None
-        except OSError:
-            return None
-        # Here, because some releases of filelock write to the folder for temporary files on import.
-        import filelock
-
-        timeout = -1.0 if timeout_s == math.inf else max(0.0, timeout_s)
-        lock = filelock.FileLock(path, mode=LOCK_MODE)
-        try:
-            lock.acquire(timeout=timeout)
-        except filelock.Timeout as error:
-            raise LockTimeoutError(
-                f"{shown(path)} was held by another process for {timeout_s:g} seconds",
-                hint=f"see who holds it: {command('fuser', '-v', path)}",
-            ) from error
-        except (OSError, NotImplementedError):
-            return None
-        return lock
 
     def _failure(self, error: OSError) -> StoreError:
         """The error that tells a caller what to do about what the system said."""
@@ -329,14 +375,6 @@ class Store:
                 text, hint=f"see what is in the way: {command('ls', '-la', str(self.root))}"
             )
         return StoreError(text)
-
-    def _open_refs(self, stack: ExitStack) -> Directory | None:
-        try:
-            root = stack.enter_context(Directory.open_root(str(self.root), create=False))
-            version = stack.enter_context(root.enter(STORE_VERSION))
-            return stack.enter_context(version.enter("refs"))
-        except FileNotFoundError:
-            return None
 
 
 class _AbsentError(StoreError):
@@ -372,64 +410,26 @@ def _checked_record(artifact: Artifact) -> bytes:
     return encoded
 
 
-def _encode_ref(name: Blob) -> bytes:
-    return b"sha256:%s %d\n" % (name.digest.encode("ascii"), name.size_bytes)
-
-
-def _decode_ref(line: bytes, path: str) -> Blob:
-    match = _REF.fullmatch(line)
-    if match is None:
-        raise DamagedEntryError(f"{shown(path)} is not a ref: it holds {line[:80]!r}")
-    return Blob(match["digest"].decode("ascii"), int(match["size"]))
-
-
-def _read_blob(sha256: Directory, name: Blob, *, limit_bytes: int) -> tuple[str, bytes]:
-    """Path and bytes of a blob, which are those that its name promises."""
-    if not DIGEST_PATTERN.fullmatch(name.digest) or not 0 < name.size_bytes <= limit_bytes:
-        raise DamagedEntryError(
-            f"{shown(sha256.path)}: no blob can be named {name.digest!r} with "
-            f"{name.size_bytes} bytes, at most {limit_bytes} are read"
-        )
-    with sha256.enter(name.digest[:2]) as shard:
-        path = f"{shard.path}/{name.digest}"
-        data = shard.read(name.digest, limit_bytes=limit_bytes, size_bytes=name.size_bytes)
-    if not name.matches(data):
-        raise DamagedEntryError(f"{shown(path)} has the digest {Blob.of(data).digest}")
-    return path, data
-
-
-def _decode_record(data: bytes, path: str, digest: str) -> Record:
+def _read_entry(version: Directory, line: bytes, path: str, digest: str) -> Artifact:
+    """The artifact that a ref's line leads to; FileNotFoundError where a part of it is missing."""
+    name = decode_ref(line, path)
+    with version.enter("blobs") as blobs, blobs.enter("sha256") as sha256:
+        check_name(name, sha256.path, limit_bytes=MAX_RECORD_BYTES)
+        with sha256.enter(name.digest[:2]) as shard:
+            path, data = read_blob(shard, name, limit_bytes=MAX_RECORD_BYTES)
+        record = decode_record(data, path, digest)
+        check_name(record.cubin, sha256.path, limit_bytes=MAX_CUBIN_BYTES)
+        with sha256.enter(record.cubin.digest[:2]) as shard:
+            path, cubin = read_blob(shard, record.cubin, limit_bytes=MAX_CUBIN_BYTES)
     try:
-        record = Record.decode(data)
-        found = record.digest
-        Target.parse(record.key.target)
-    except AotError as error:
-        raise DamagedEntryError(f"{shown(path)}: {error.message}") from error
-    if found != digest:
-        raise DamagedEntryError(f"{shown(path)} is the record of {found}, not of {digest}")
-    return record
+        check_cubin(record.launch, Target.parse(record.key.target), cubin)
+    except InvalidArtifactError as error:
+        raise InvalidArtifactError(f"{shown(path)}: {error.message}") from error
+    return Artifact(record, cubin)
 
 
 def _is_ours(name: str) -> bool:
     return name in _NOT_STRANGE or _VERSION.fullmatch(name) is not None
-
-
-def _can_lock(path: str) -> bool:
-    """Whether the file system has kernel locks; makes the file.
-
-    Asked beforehand because filelock, where there are none, goes on with a lock that is a file, and
-    that one outlives its holder.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, LOCK_MODE)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return False
-        # Giving back what is not held changes nothing, and fails where there are no locks.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _described(error: OSError) -> str:

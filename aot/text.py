@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["counted", "numbers", "short", "size", "table"]
+__all__ = ["counted", "duration", "numbers", "short", "size", "table"]
 
 SHORT_DIGEST = 12
 """Digits of a digest that are shown: enough to tell the entries of any real store apart."""
@@ -27,11 +27,21 @@ def size(size_bytes: int) -> str:
     return f"{value / 1024:.1f} TiB"
 
 
+def duration(seconds: float) -> str:
+    """A time in its largest whole unit: `45 seconds`, `3 hours`, `90 days`."""
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return counted(int(seconds // length), unit)
+    return counted(int(seconds), "second")
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun: `1 artifact`, `3 artifacts`, `2 entries`."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}s"
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -16,12 +16,15 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 from cutlass.cute.runtime import make_ptr
 
-from ..problem import ALIGNMENT_BYTES, DType
+from ..problem import ALIGNMENT_BYTES, DType, Epilogue
 
 __all__ = [
     "ELEMENT_TYPES",
     "VECTOR_BYTES",
     "computed_here",
+    "epilogue_argument",
+    "epilogue_term",
+    "finished",
     "load_floats",
     "load_weight",
     "load_x",
@@ -29,6 +32,7 @@ __all__ = [
     "peer_address",
     "pointer_arguments",
     "send_floats",
+    "split",
     "store_element",
     "store_element_at",
     "sum_pairwise",
@@ -57,6 +61,9 @@ _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0},{$w1},{$w2},{$w3}}, "
     "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
 )
+
+# The upper halves of two words as one: two fp32 cut to bf16, the first in the lower half.
+_UPPER_HALVES = "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;"
 
 # From registers to a peer's shared memory; the peer's mbarrier counts the bytes.
 _SEND = (
@@ -99,6 +106,36 @@ def load_x(address: Int64, valid: Any) -> cute.Tensor:
         for i in cutlass.range_constexpr(4):
             words[i] = loaded[i]
     return words
+
+
+def split(weights: Sequence[Any]) -> list[Sequence[Any]]:
+    """Eight weights as terms of bf16, the largest first, each four words of two.
+
+    bf16 weights, in one vector, are their own only term. fp32 weights, in two vectors, are cut into
+    three: the 24 bits of an fp32 significand are 8 and 8 and 8 of bf16's, so that cutting off, not
+    rounding, leaves no remainder. A weight below 2^-110 in magnitude may lose its last bits.
+    """
+    if len(weights) == 1:
+        return [weights[0]]
+    words = [weights[i // 4][i % 4] for i in range(8)]
+    terms = []
+    for _ in range(3):
+        terms.append(
+            [
+                inline_ptx(
+                    _UPPER_HALVES,
+                    write_only_types=[Uint32],
+                    read_only_args=[words[i], words[i + 1]],
+                )
+                for i in range(0, 8, 2)
+            ]
+        )
+        heads = [(word & Uint32(0xFFFF0000)).bitcast(Float32) for word in words]
+        words = [
+            (w.bitcast(Float32) - head).bitcast(Uint32)
+            for w, head in zip(words, heads, strict=True)
+        ]
+    return terms
 
 
 def mma(a: Any, b: Any, c: Any) -> Any:
@@ -173,6 +210,40 @@ def store_element_at(out: cute.Pointer, address: Int64, value: Float32) -> None:
     dtype = out.dtype
     place = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
     cute.make_tensor(place, cute.make_layout((1,)))[0] = value.to(dtype)
+
+
+@cute.jit
+def _load_element(pointer: cute.Pointer, index: Int32) -> Float32:
+    place = cute.make_tensor(pointer + index, cute.make_layout((1,)))
+    return place[0].to(Float32)
+
+
+def epilogue_term(epilogue: Epilogue, extra: Any, expert: Int32, experts: Int32) -> Any:
+    """What the sum of an expert is finished with: its bias, the scale, or nothing.
+
+    A bias is a weight: it may be read before the wait on the kernel ahead, and is, so that it costs
+    no time. Past the last expert that one's is read; the sum is not written.
+    """
+    if epilogue.bias_dtype is not None:
+        return _load_element(extra, cutlass.min(expert, experts - 1))
+    return extra
+
+
+def finished(epilogue: Epilogue, value: Float32, term: Any) -> Float32:
+    """A sum with its epilogue."""
+    if epilogue is Epilogue.NONE:
+        return value
+    return value * term if epilogue is Epilogue.SCALE else value + term
+
+
+def epilogue_argument(epilogue: Epilogue) -> Any:
+    """Placeholder for what a kernel takes for its epilogue; None where it takes nothing."""
+    dtype = epilogue.bias_dtype
+    if dtype is not None:
+        element = ELEMENT_TYPES[dtype]
+        align = element.width // 8
+        return make_ptr(element, ALIGNMENT_BYTES, cute.AddressSpace.gmem, assumed_align=align)
+    return Float32(1.0) if epilogue is Epilogue.SCALE else None
 
 
 def pointer_arguments(out_dtype: DType) -> tuple[cute.Pointer, cute.Pointer, cute.Pointer]:

@@ -16,9 +16,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 
 from ..backends.dotprod import DotprodConfig, check, geometry
-from ..problem import VECTOR_ELEMENTS, DType
+from ..problem import VECTOR_ELEMENTS, DType, Epilogue
 from .common import (
     computed_here,
+    epilogue_argument,
+    epilogue_term,
+    finished,
     load_weight,
     load_x,
     pointer_arguments,
@@ -50,10 +53,13 @@ def _dot8(a: cute.Tensor, b: cute.Tensor, sum_: Float32) -> Float32:
 class Dotprod:
     """The kernel for one configuration; `__call__` is what the compiler traces."""
 
-    def __init__(self, config: DotprodConfig, *, pdl: bool) -> None:
+    def __init__(
+        self, config: DotprodConfig, *, pdl: bool, epilogue: Epilogue = Epilogue.NONE
+    ) -> None:
         check(config)
         self.config = config
         self.pdl = pdl
+        self.epilogue = epilogue
 
     @cute.jit
     def __call__(
@@ -65,11 +71,12 @@ class Dotprod:
         experts: Int32,
         x_row_stride: Int32,
         weight_row_stride: Int32,
+        extra: Any,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch on a stream; row strides are in elements."""
+        """Launch on a stream; row strides are in elements, `extra` is what the epilogue takes."""
         launch = geometry(self.config)
-        self.kernel(x, weight, out, tokens, experts, x_row_stride, weight_row_stride).launch(
+        self.kernel(x, weight, out, tokens, experts, x_row_stride, weight_row_stride, extra).launch(
             grid=[
                 cute.ceil_div(experts, launch.grid[0].tile),
                 cute.ceil_div(tokens, launch.grid[1].tile),
@@ -92,6 +99,7 @@ class Dotprod:
         experts: Int32,
         x_row_stride: Int32,
         weight_row_stride: Int32,
+        extra: Any,  # bias [N], scale, or None
     ) -> None:
         """Block (expert block, token block) writes its experts' columns for its tokens."""
         config = self.config
@@ -139,6 +147,10 @@ class Dotprod:
             row = cutlass.min(token0 + t, tokens - 1)
             base = x.toint() + Int64(row) * Int64(x_row_stride) * 2 + first
             x_rows.append(computed_here(base))
+        terms = []  # of the sums that this thread will write
+        for start in cutlass.range_constexpr(0, E * T, config.block):
+            expert = expert0 + (thread + start) // T
+            terms.append(epilogue_term(self.epilogue, extra, expert, experts))
         if const_expr(self.pdl):
             # Per thread: each thread of this block reads x.
             cute.arch.griddepcontrol_wait()
@@ -178,15 +190,19 @@ class Dotprod:
         for start in cutlass.range_constexpr(0, E * T, config.block):
             index = thread + start
             if index < E * T:
-                value = sum_pairwise([partial[index, j] for j in range(warps)])
+                total = sum_pairwise([partial[index, j] for j in range(warps)])
+                value = finished(self.epilogue, total, terms[start // config.block])
                 expert = expert0 + index // T
                 token = token0 + index % T
                 if (expert < experts) & (token < tokens):
                     store_element(out, Int64(token) * Int64(experts) + Int64(expert), value)
 
 
-def entry(config: DotprodConfig, *, out_dtype: DType, pdl: bool) -> tuple[Any, tuple[Any, ...]]:
+def entry(
+    config: DotprodConfig, *, out_dtype: DType, pdl: bool, epilogue: Epilogue = Epilogue.NONE
+) -> tuple[Any, tuple[Any, ...]]:
     """The function to compile and the placeholder arguments to compile it for."""
-    kernel = Dotprod(config, pdl=pdl)
+    kernel = Dotprod(config, pdl=pdl, epilogue=epilogue)
+    extra = epilogue_argument(epilogue)
     sizes = (Int32(config.tokens), Int32(1), Int32(config.hidden), Int32(config.hidden))
-    return kernel, (*pointer_arguments(out_dtype), *sizes, make_fake_stream())
+    return kernel, (*pointer_arguments(out_dtype), *sizes, extra, make_fake_stream())

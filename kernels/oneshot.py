@@ -30,9 +30,13 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_stream
 
 from ..backends.oneshot import BLOCK_ELEMENTS, OneshotConfig, check, geometry
-from ..problem import VECTOR_ELEMENTS, DType
+from ..problem import VECTOR_ELEMENTS, DType, Epilogue
 from .common import (
+    VECTOR_BYTES,
     computed_here,
+    epilogue_argument,
+    epilogue_term,
+    finished,
     load_floats,
     load_weight,
     load_x,
@@ -40,6 +44,7 @@ from .common import (
     peer_address,
     pointer_arguments,
     send_floats,
+    split,
     store_element_at,
     sum_pairwise,
     wait_cluster,
@@ -53,10 +58,13 @@ WARP = 32
 class Oneshot:
     """The kernel for one configuration; `__call__` is what the compiler traces."""
 
-    def __init__(self, config: OneshotConfig, *, pdl: bool) -> None:
+    def __init__(
+        self, config: OneshotConfig, *, pdl: bool, epilogue: Epilogue = Epilogue.NONE
+    ) -> None:
         check(config)
         self.config = config
         self.pdl = pdl
+        self.epilogue = epilogue
 
     @cute.jit
     def __call__(
@@ -68,11 +76,12 @@ class Oneshot:
         experts: Int32,
         x_row_stride: Int32,
         weight_row_stride: Int32,
+        extra: Any,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch on a stream; row strides are in elements."""
+        """Launch on a stream; row strides are in elements, `extra` is what the epilogue takes."""
         launch = geometry(self.config)
-        self.kernel(x, weight, out, tokens, experts, x_row_stride, weight_row_stride).launch(
+        self.kernel(x, weight, out, tokens, experts, x_row_stride, weight_row_stride, extra).launch(
             grid=[
                 launch.grid[0].blocks,
                 cute.ceil_div(experts, launch.grid[1].tile),
@@ -95,6 +104,7 @@ class Oneshot:
         experts: Int32,
         x_row_stride: Int32,
         weight_row_stride: Int32,
+        extra: Any,  # bias [N], scale, or None
     ) -> None:
         """Block (rank, expert block, token block) adds its share of K, writes the sums it owns."""
         config = self.config
@@ -142,15 +152,14 @@ class Oneshot:
                     column = first_column + block * BLOCK_ELEMENTS
                     inside.append(Boolean(ours & (column < config.hidden)))
 
+        width = config.weight_bytes // 2  # of a weight, in elements of x
         w_bases = []
         for i in cutlass.range_constexpr(w_rows):
             # A row past the last expert reads that one again; its sums are not written.
             row = cutlass.min(expert0 + g + 8 * i, experts - 1)
-            w_bases.append(weight.toint() + Int64(row) * Int64(weight_row_stride) * 2 + first)
-        w_next = []
-        for v in cutlass.range_constexpr(V):
-            for i in cutlass.range_constexpr(w_rows):
-                w_next.append(load_weight(w_bases[i] + steps[v], inside[v]))
+            offset = Int64(row) * Int64(weight_row_stride) * 2 + first
+            w_bases.append(weight.toint() + offset * width)
+        w_next = self._load_weights(w_bases, steps, inside, 0)
 
         if const_expr(S > 1):
             # (blocks of the cluster, owned sums): what the peers send
@@ -182,6 +191,7 @@ class Oneshot:
         bells = []  # their owner's mbarrier
         inbox_places = []  # of the sums that this thread adds up over the blocks
         results = []  # where those go, in global memory
+        terms = []  # what they are finished with
         if const_expr(S > 1):
             G = config.group
             for start in cutlass.range_constexpr(0, config.sums // G, threads):
@@ -195,6 +205,8 @@ class Oneshot:
                 index = rank * config.owned + thread + start
                 inbox_places.append(computed_here(inbox.toint() + (thread + start) * 4))
                 results.append(self._result_address(out, index, token0, expert0, experts))
+                expert = expert0 + index % XT
+                terms.append(epilogue_term(self.epilogue, extra, expert, experts))
             # Here and not before the sums are sent: beside the loads of weights it costs nothing.
             cute.arch.cluster_wait()
         else:
@@ -202,6 +214,8 @@ class Oneshot:
                 index = thread + start
                 sources.append(computed_here(self._partial_address(partial, index)))
                 results.append(self._result_address(out, index, token0, expert0, experts))
+                expert = expert0 + index % XT
+                terms.append(epilogue_term(self.epilogue, extra, expert, experts))
         if const_expr(self.pdl):
             # Per thread: each thread of this block reads x.
             cute.arch.griddepcontrol_wait()
@@ -209,10 +223,12 @@ class Oneshot:
                 cute.arch.griddepcontrol_launch_dependents()
 
         # 2. Main loop: rows of x past the last token are zeros and read nothing.
-        # Accumulators: (mma tiles, 2 chains, 4). Two chains halve the wait of one mma for the last.
+        # Accumulators: (mma tiles, chains, 4). Two chains halve the wait of one mma for the last;
+        # with three terms there is one for each, so that small sums are added before large ones.
         # experts are the 16 rows and tokens the 8 columns, or with 8 experts the other way round
+        chains = max(2, config.terms)
         tiles = (x_rows + 1) // 2 if XT == 8 else x_rows * (XT // 16)
-        sums = cute.make_rmem_tensor((tiles, 2, 4), Float32)
+        sums = cute.make_rmem_tensor((tiles, chains, 4), Float32)
         sums.fill(0.0)
         zero = Uint32(0)
         for r in cutlass.range_constexpr(R):
@@ -227,24 +243,26 @@ class Oneshot:
                     xs.append(load_x(x_bases[i] + steps[n], valid))
             w_next = []
             if const_expr(r + 1 < R):
-                for v in cutlass.range_constexpr(V):
-                    for i in cutlass.range_constexpr(w_rows):
-                        n = (r + 1) * V + v
-                        w_next.append(load_weight(w_bases[i] + steps[n], inside[n]))
+                w_next = self._load_weights(w_bases, steps, inside, r + 1)
             for v in cutlass.range_constexpr(V):
+                # (rows of weights, terms) of four words
+                w_terms = [split(w[v * w_rows + i]) for i in range(w_rows)]
                 for i in cutlass.range_constexpr(tiles):
-                    for h in cutlass.range_constexpr(2):
-                        c = [sums[i, h, j] for j in range(4)]
+                    for n in cutlass.range_constexpr(2 * config.terms):
+                        term, h = n // 2, n % 2
+                        chain = h if const_expr(config.terms == 1) else term
+                        c = [sums[i, chain, j] for j in range(4)]
                         if const_expr(XT > 8):
-                            row = v * w_rows + i // x_rows * 2
-                            a0, a1, b = w[row], w[row + 1], xs[i % x_rows * V + v]
+                            row = i // x_rows * 2
+                            a0, a1 = w_terms[row][term], w_terms[row + 1][term]
+                            b = xs[i % x_rows * V + v]
                             d = mma(
                                 (a0[2 * h], a1[2 * h], a0[2 * h + 1], a1[2 * h + 1]),
                                 (b[2 * h], b[2 * h + 1]),
                                 c,
                             )
                         else:
-                            a0, b = xs[2 * i * V + v], w[v]
+                            a0, b = xs[2 * i * V + v], w_terms[0][term]
                             if const_expr(2 * i + 1 < x_rows):
                                 a1 = xs[(2 * i + 1) * V + v]
                                 a = (a0[2 * h], a1[2 * h], a0[2 * h + 1], a1[2 * h + 1])
@@ -252,12 +270,14 @@ class Oneshot:
                                 a = (a0[2 * h], zero, a0[2 * h + 1], zero)
                             d = mma(a, (b[2 * h], b[2 * h + 1]), c)
                         for j in cutlass.range_constexpr(4):
-                            sums[i, h, j] = d[j]
+                            sums[i, chain, j] = d[j]
 
         # 3. Epilogue: over the warps of the block, then over the blocks of the cluster.
         for i in cutlass.range_constexpr(tiles):
             for j in cutlass.range_constexpr(4):
-                value = sums[i, 0, j] + sums[i, 1, j]
+                value = sums[i, chains - 1, j]
+                for chain in cutlass.range_constexpr(chains - 2, -1, -1):
+                    value = value + sums[i, chain, j]
                 # Of mma's result: row g + 8 * (j // 2), column 2 * t + j % 2.
                 if const_expr(XT > 8):
                     expert = i // x_rows * 16 + g + 8 * (j // 2)
@@ -280,7 +300,7 @@ class Oneshot:
                     for peer in cutlass.range_constexpr(S):
                         place = inbox_places[n] + peer * config.owned * 4
                         parts.append(load_floats(place, 1)[0])
-                    value = sum_pairwise(parts)
+                    value = finished(self.epilogue, sum_pairwise(parts), terms[n])
                     self._store(
                         out,
                         results[n],
@@ -295,8 +315,23 @@ class Oneshot:
             for n in cutlass.range_constexpr(len(results)):
                 index = thread + n * threads
                 if index < config.sums:
-                    value = self._sum_over_warps(sources[n], 1)[0]
+                    total = self._sum_over_warps(sources[n], 1)[0]
+                    value = finished(self.epilogue, total, terms[n])
                     self._store(out, results[n], index, value, token0, tokens, expert0, experts)
+
+    def _load_weights(
+        self, bases: list[Int64], steps: list[int], inside: list[Any], r: int
+    ) -> list[list[cute.Tensor]]:
+        """Request a round's weights: for each vector and row, one or two times four words."""
+        found = []
+        width = self.config.weight_bytes // 2
+        for v in range(self.config.vectors):
+            n = r * self.config.vectors + v
+            for base in bases:
+                address = base + steps[n] * width
+                halves = range(0, VECTOR_BYTES * width, VECTOR_BYTES)
+                found.append([load_weight(address + half, inside[n]) for half in halves])
+        return found
 
     def _partial_address(self, partial: cute.Tensor, index: Int32) -> Int32:
         """Where the first warp keeps a sum of the tile; every other warp does so equally far on."""
@@ -340,8 +375,11 @@ class Oneshot:
             store_element_at(out, address, value)
 
 
-def entry(config: OneshotConfig, *, out_dtype: DType, pdl: bool) -> tuple[Any, tuple[Any, ...]]:
+def entry(
+    config: OneshotConfig, *, out_dtype: DType, pdl: bool, epilogue: Epilogue = Epilogue.NONE
+) -> tuple[Any, tuple[Any, ...]]:
     """The function to compile and the placeholder arguments to compile it for."""
-    kernel = Oneshot(config, pdl=pdl)
+    kernel = Oneshot(config, pdl=pdl, epilogue=epilogue)
+    extra = epilogue_argument(epilogue)
     sizes = (Int32(1), Int32(1), Int32(config.hidden), Int32(config.hidden))
-    return kernel, (*pointer_arguments(out_dtype), *sizes, make_fake_stream())
+    return kernel, (*pointer_arguments(out_dtype), *sizes, extra, make_fake_stream())

@@ -37,8 +37,17 @@ from ..backends.splitk import (
     check,
     geometry,
 )
-from ..problem import VECTOR_ELEMENTS, DType
-from .common import VECTOR_BYTES, mma, pointer_arguments, store_element, wait_cluster
+from ..problem import VECTOR_ELEMENTS, DType, Epilogue
+from .common import (
+    VECTOR_BYTES,
+    epilogue_argument,
+    epilogue_term,
+    finished,
+    mma,
+    pointer_arguments,
+    store_element,
+    wait_cluster,
+)
 
 __all__ = ["Splitk", "check", "entry"]
 
@@ -93,10 +102,13 @@ def _copy_tile(
 class Splitk:
     """The kernel for one configuration; `__call__` is what the compiler traces."""
 
-    def __init__(self, config: SplitkConfig, *, pdl: bool) -> None:
+    def __init__(
+        self, config: SplitkConfig, *, pdl: bool, epilogue: Epilogue = Epilogue.NONE
+    ) -> None:
         check(config)
         self.config = config
         self.pdl = pdl
+        self.epilogue = epilogue
 
     @cute.jit
     def __call__(
@@ -109,12 +121,13 @@ class Splitk:
         hidden: Int32,
         x_row_stride: Int32,
         weight_row_stride: Int32,
+        extra: Any,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch on a stream; row strides are in elements."""
+        """Launch on a stream; row strides are in elements, `extra` is what the epilogue takes."""
         launch = geometry(self.config)
         self.kernel(
-            x, weight, out, tokens, experts, hidden, x_row_stride, weight_row_stride
+            x, weight, out, tokens, experts, hidden, x_row_stride, weight_row_stride, extra
         ).launch(
             grid=[
                 launch.grid[0].blocks,
@@ -139,6 +152,7 @@ class Splitk:
         hidden: Int32,
         x_row_stride: Int32,
         weight_row_stride: Int32,
+        extra: Any,  # bias [N], scale, or None
     ) -> None:
         """Block (rank, expert block, token block) adds its K tiles and writes the sums it owns."""
         S = self.config.split_k
@@ -195,7 +209,7 @@ class Splitk:
         # 2. Main loop
         if warp < CONSUMER_WARPS:
             self._consume(
-                ring, full, empty, received, partial, inbox, out,
+                ring, full, empty, received, partial, inbox, out, extra,
                 tokens, experts, expert0, token0, count, rank, mine, warp, lane, thread,
             )  # fmt: skip
         elif warp < CONSUMER_WARPS + PRODUCER_WARPS // 2:
@@ -254,6 +268,7 @@ class Splitk:
         partial: cute.Tensor,
         inbox: cute.Tensor,
         out: cute.Pointer,
+        extra: Any,
         tokens: Int32,
         experts: Int32,
         expert0: Int32,
@@ -344,11 +359,16 @@ class Splitk:
                 token = token0 + index // EXPERTS_TILE
                 expert = expert0 + index % EXPERTS_TILE
                 if (token < tokens) & (expert < experts):
+                    term = epilogue_term(self.epilogue, extra, expert, experts)
+                    value = finished(self.epilogue, value, term)
                     store_element(out, Int64(token) * Int64(experts) + Int64(expert), value)
 
 
-def entry(config: SplitkConfig, *, out_dtype: DType, pdl: bool) -> tuple[Any, tuple[Any, ...]]:
+def entry(
+    config: SplitkConfig, *, out_dtype: DType, pdl: bool, epilogue: Epilogue = Epilogue.NONE
+) -> tuple[Any, tuple[Any, ...]]:
     """The function to compile and the placeholder arguments to compile it for."""
-    kernel = Splitk(config, pdl=pdl)
+    kernel = Splitk(config, pdl=pdl, epilogue=epilogue)
+    extra = epilogue_argument(epilogue)
     sizes = (Int32(1), Int32(1), Int32(8), Int32(8), Int32(8))
-    return kernel, (*pointer_arguments(out_dtype), *sizes, make_fake_stream())
+    return kernel, (*pointer_arguments(out_dtype), *sizes, extra, make_fake_stream())

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# Counts what the tests of the reliability bar tried: see tests/faults/README.md.
+pytest_plugins = ("faults.recorder",)
+
 _STORE_NUMBERS = itertools.count()
 
 

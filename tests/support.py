@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llbf16_aot.artifact import RECORD_SCHEMA, Artifact, Blob, Provenance, Record, Resources
-from llbf16_aot.backends import BACKENDS, Config, DotprodConfig, SplitkConfig
+from llbf16_aot.backends import (
+    BACKENDS,
+    OPERANDS,
+    Config,
+    DotprodConfig,
+    SplitkConfig,
+    backend_name,
+)
 from llbf16_aot.elf import read_cubin
 from llbf16_aot.key import CompileKey, kernel_source_digest
 from llbf16_aot.launch import Attribute, LaunchRecord
@@ -48,13 +55,14 @@ def key_for(
     target: str = "sm_90a",
     out_dtype: DType = DType.FP32,
     pdl: bool = True,
+    x_dtype: DType = DType.BF16,
 ) -> CompileKey:
-    """The key of a configuration."""
+    """The key of a configuration, for the weights that its family takes."""
     return CompileKey(
         target=target,
         config=config,
-        x_dtype=DType.BF16,
-        weight_dtype=DType.BF16,
+        x_dtype=x_dtype,
+        weight_dtype=OPERANDS[backend_name(config)][0][1],
         out_dtype=out_dtype,
         layout=Layout.K_MAJOR,
         alignment_bytes=ALIGNMENT_BYTES,

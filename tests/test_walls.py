@@ -23,19 +23,24 @@ from support import make_artifact
 TESTS = Path(__file__).parent
 MODULES = package_modules()
 
-TORCH_FACING = frozenset({"devices", "fallback", "measure", "runtime", "tensors"})
+TORCH_FACING = frozenset(
+    {"devices", "fallback", "measure", "ops", "routes", "runtime", "tensors"}
+    | {"tiers", "gate", "patch", "vllm_plugin"}
+)
 
 LAYERS = (
     {"errors", "text", "toolchain"},
     {"problem", "files", "outfile", "sections"},
-    {"launch", "backends", "key", "dispatch", "location"}
+    {"launch", "backends", "key", "fp32_tiles", "dispatch", "location"}
     | {"manifest", "manifest_reader", "manifest_schema", "manifests"},
-    {"artifact", "elf", "protocol", "search", "survey", "tablewriter", "timing"},
-    {"store", "driver", "kernels", "compiler"},
+    {"artifact", "compat", "elf", "elfdiff", "protocol", "search", "survey", "tablewriter", "timing"},
+    {"layout", "locks", "store", "layers", "pins", "scan", "prune", "repair"}
+    | {"driver", "kernels", "compiler"},
     {"environment"},
-    {"child", "pool", "plan", "candidates", "report", "builder"}
-    | {"launcher", "loader", "devices", "tensors", "fallback", "runtime", "measure"}
-    | {"doctor", "tune"},
+    {"child", "pool", "plan", "candidates", "report", "builder", "check", "explain"}
+    | {"launcher", "loader", "wanted", "forks", "devices", "tensors", "routes", "fallback"}
+    | {"runtime", "ops", "measure", "tiers", "gate", "patch", "vllm_plugin"}
+    | {"mend", "doctor", "tune"},
     {"bench", "plot"},
     {"cli", "__main__"},
 )
@@ -46,9 +51,10 @@ belongs to none.
 """
 
 BUILDER_SIDE = frozenset(
-    {"child", "pool", "plan", "candidates", "report", "builder", "compiler", "kernels"}
+    {"child", "pool", "plan", "candidates", "report", "builder", "check", "explain"}
+    | {"compiler", "kernels"}
 )
-RUNTIME_SIDE = frozenset({"launcher", "loader", "driver"}) | TORCH_FACING
+RUNTIME_SIDE = frozenset({"launcher", "loader", "wanted", "forks", "driver"}) | TORCH_FACING
 
 CYCLES = [[f"{PACKAGE}.manifest", f"{PACKAGE}.manifest_reader", f"{PACKAGE}.manifest"]]
 """The one allowed circle: `Manifest.parse` is the public name of what its reader does."""

@@ -117,6 +117,12 @@ class OneshotConfig(
     warps: int
     vectors: int
     release: Release = "start"
+    weight_bytes: int = 2
+
+    @property
+    def terms(self) -> int:
+        """Terms of bf16 that a weight is cut into: fp32 weights take three (`common.split`)."""
+        return 1 if self.weight_bytes == 2 else 3
 
     @property
     def blocks(self) -> int:
@@ -166,6 +172,7 @@ def config_for(tile: OneshotTile, problem: Problem) -> OneshotConfig:
         vectors=tile.vectors,
         # Without dependent launch nothing is released: one kernel, one key.
         release=tile.release if problem.pdl else "start",
+        weight_bytes=problem.weight_dtype.size_bytes,
     )
 
 
@@ -195,6 +202,10 @@ def check(config: OneshotConfig) -> None:
             f"oneshot: warps is {config.warps}, must be 1 to {MAX_WARPS}: "
             "a block has at most 1024 threads"
         )
+    if config.weight_bytes not in (2, 4):
+        raise ConfigError(
+            f"oneshot: weight_bytes is {config.weight_bytes}, must be 2 (bf16) or 4 (fp32)"
+        )
     if config.vectors < 1:
         raise ConfigError(f"oneshot: vectors is {config.vectors}, must be at least 1")
     if config.rounds > MAX_ROUNDS:
@@ -218,7 +229,7 @@ def check(config: OneshotConfig) -> None:
 
 def _vector_registers(config: OneshotConfig) -> int:
     """Registers of one round's vectors, and of the next round's weights where there is one."""
-    weights = config.vectors * 4 * (config.experts_tile // 8)
+    weights = config.vectors * 2 * config.weight_bytes * (config.experts_tile // 8)
     x = config.vectors * 4 * (config.tokens // 8)
     return weights * min(config.rounds, 2) + x
 

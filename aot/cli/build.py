@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .command import HelpfulCommand, common_options, store_option
+from .command import HelpfulCommand, common_options, layer_option, store_option
+from .opened import STORE_VARIABLES, open_below, open_store
 from .output import Output
 
 if TYPE_CHECKING:
     from ..builder import BuildPlan, Event
+    from ..layers import ArtifactSource
     from ..manifest import Manifest
     from ..store import Store
 
@@ -28,6 +30,7 @@ def _plan_options(function: Function) -> Function:
         click.option(
             "--force", is_flag=True, help="Compile what the store has and is up to date, too."
         ),
+        layer_option,
         store_option,
         click.option(
             "--target",
@@ -51,7 +54,7 @@ def _plan_options(function: Function) -> Function:
         "llbf16-aot build dsv4 --dry-run",
         "llbf16-aot build all-routers --candidates --target sm_90a",
     ),
-    variables=("LLBF16_AOT_STORE", "LLBF16_AOT_JOBS", "LLBF16_AOT_COMPILE_TIMEOUT_S"),
+    variables=(*STORE_VARIABLES, "LLBF16_AOT_JOBS", "LLBF16_AOT_COMPILE_TIMEOUT_S"),
 )
 @_plan_options
 @click.option(
@@ -76,6 +79,7 @@ def build_command(
     manifests: tuple[str, ...],
     targets: tuple[str, ...],
     store_path: Path | None,
+    layer_paths: tuple[Path, ...] | None,
     force: bool,
     jobs: int | None,
     candidates: bool,
@@ -91,14 +95,16 @@ def build_command(
     from ..builder import execute, rehearse
     from ..errors import AotError
 
-    loaded, store, plan = _plan(
-        manifests, targets=targets, store_path=store_path, force=force, candidates=candidates
+    store, layers = open_store(store_path), open_below(layer_paths)
+    source = _source(store, layers)
+    loaded, plan = _plan(
+        manifests, targets=targets, source=source, force=force, candidates=candidates
     )
     if not candidates:
         _warn_of_other_tuning(output, loaded)
     if dry_run:
         try:
-            rehearse(plan, store=store).check_coverage()
+            rehearse(plan, store=source).check_coverage()
         except AotError as error:
             output.fail(error, plan.to_data(), str(plan))
         output.result(plan.to_data(), str(plan))
@@ -108,7 +114,7 @@ def build_command(
         store.prepare()
     progress = _Progress(len(plan.work), shown=output.shows_progress and not no_progress)
     try:
-        report = execute(plan, store=store, jobs=jobs, on_event=progress)
+        report = execute(plan, store=store, layers=layers, jobs=jobs, on_event=progress)
     finally:
         progress.clear()
     for result in report.refused if candidates else ():
@@ -131,7 +137,7 @@ def build_command(
         "llbf16-aot plan dsv4",
         "llbf16-aot plan my-routers.yaml --target sm_100a --json",
     ),
-    variables=("LLBF16_AOT_STORE",),
+    variables=STORE_VARIABLES,
 )
 @_plan_options
 @common_options
@@ -142,13 +148,15 @@ def plan_command(
     manifests: tuple[str, ...],
     targets: tuple[str, ...],
     store_path: Path | None,
+    layer_paths: tuple[Path, ...] | None,
     force: bool,
 ) -> None:
     """Show what a build would do, and what would serve which problem.
 
     MANIFEST is a path, or the name of a manifest that comes with the package.
     """
-    loaded, _, plan = _plan(manifests, targets=targets, store_path=store_path, force=force)
+    source = _source(open_store(store_path), open_below(layer_paths))
+    loaded, plan = _plan(manifests, targets=targets, source=source, force=force)
     _warn_of_other_tuning(output, loaded)
     compiler = "not installed" if plan.compiler is None else _versions(plan.compiler)
     text = f"store: {plan.store}\ncompiler: {compiler}\n\n{plan}\n\n{plan.coverage_text()}"
@@ -163,20 +171,24 @@ def _plan(
     names: tuple[str, ...],
     *,
     targets: tuple[str, ...],
-    store_path: Path | None,
+    source: ArtifactSource,
     force: bool,
     candidates: bool = False,
-) -> tuple[tuple[Manifest, ...], Store, BuildPlan]:
+) -> tuple[tuple[Manifest, ...], BuildPlan]:
     from ..candidates import plan_candidates
-    from ..environment import Environment
     from ..manifest import Manifest
     from ..plan import plan_build
-    from ..store import Store
 
-    store = Store(Environment().store_location(store_path).root)
     manifests = tuple(Manifest.load(name) for name in names)
     decide = plan_candidates if candidates else plan_build
-    return manifests, store, decide(*manifests, store=store, targets=targets, force=force)
+    return manifests, decide(*manifests, store=source, targets=targets, force=force)
+
+
+def _source(store: Store, layers: tuple[Store, ...]) -> ArtifactSource:
+    """The store with its layers, as the runtime reads them."""
+    from ..layers import open_layers
+
+    return open_layers(store, layers)
 
 
 def _warn_of_other_tuning(output: Output, manifests: tuple[Manifest, ...]) -> None:

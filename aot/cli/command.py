@@ -12,7 +12,7 @@ from ..environment import VARIABLES
 from ..errors import UsageError
 from .output import Output
 
-__all__ = ["HelpfulCommand", "PrintsHelp", "common_options", "store_option"]
+__all__ = ["HelpfulCommand", "PrintsHelp", "common_options", "layer_option", "store_option"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -95,6 +95,26 @@ def store_option(function: Function) -> Function:
         callback=_store_path,
         help="The store; default: LLBF16_AOT_STORE, else the user's cache directory.",
     )(function)
+
+
+def layer_option(function: Function) -> Function:
+    """Give a command --layer, as the parameter `layer_paths`: None where it is not given."""
+    return click.option(
+        "--layer",
+        "layer_paths",
+        metavar="PATH",
+        multiple=True,
+        callback=_layer_paths,
+        help="A read-only store below the store; repeatable; default: LLBF16_AOT_LAYERS.",
+    )(function)
+
+
+def _layer_paths(
+    _: click.Context, __: click.Parameter, values: tuple[str, ...]
+) -> tuple[Path, ...] | None:
+    if "" in values:
+        raise UsageError("--layer is empty", hint="name a directory, or leave the option out")
+    return tuple(Path(value).absolute() for value in values) or None
 
 
 def _store_path(_: click.Context, __: click.Parameter, value: str | None) -> Path | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..environment import VARIABLES
-from .command import HelpfulCommand, common_options, store_option
+from .command import HelpfulCommand, common_options, layer_option, store_option
 from .output import Output
 
 __all__ = ["doctor_command"]
@@ -23,9 +23,12 @@ __all__ = ["doctor_command"]
     variables=tuple(VARIABLES),
 )
 @store_option
+@layer_option
 @common_options
 @click.pass_obj
-def doctor_command(output: Output, *, store_path: Path | None) -> None:
+def doctor_command(
+    output: Output, *, store_path: Path | None, layer_paths: tuple[Path, ...] | None
+) -> None:
     """Tell what is here - versions, GPUs, store - and what is wrong.
 
     Exit code 1 only where something is broken: no GPU, no driver and no compiler are no faults.
@@ -33,7 +36,7 @@ def doctor_command(output: Output, *, store_path: Path | None) -> None:
     from ..doctor import Status, diagnose
     from ..errors import AotError
 
-    diagnosis = diagnose(store_path)
+    diagnosis = diagnose(store_path, layer_paths=layer_paths)
     broken = [f for f in diagnosis.findings if f.status is Status.BROKEN]
     if broken:
         output.fail(

@@ -102,8 +102,19 @@ class Output:
         return not self.quiet and not os.environ.get("CI") and sys.stderr.isatty()
 
     def _print_json(self, data: Mapping[str, object]) -> None:
-        self.show(json.dumps({"schema": JSON_SCHEMA, **data}, indent=2))
+        self.show(_laid_out({"schema": JSON_SCHEMA, **data}))
         self._printed = True
+
+
+def _laid_out(data: Mapping[str, object]) -> str:
+    import msgspec
+
+    # json itself takes seconds to indent the list of a large store.
+    text = json.dumps(data)
+    try:
+        return msgspec.json.format(text, indent=2)
+    except msgspec.DecodeError:  # a path with bytes that are no text
+        return json.dumps(data, indent=2)
 
 
 def error_data(error: AotError) -> dict[str, str]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from .command import HelpfulCommand, common_options, store_option
+from .command import HelpfulCommand, common_options, layer_option, store_option
+from .opened import STORE_VARIABLES, hint_command, open_below, open_store, quoted, resolve
 from .output import Output
 
 if TYPE_CHECKING:
     from ..artifact import Artifact, Record
-    from ..store import Store
+    from ..errors import AotError
+    from ..repair import Repair
+    from ..scan import Entry
+    from ..store import Miss, Store
 
 __all__ = ["list_command", "path_command", "show_command", "verify_command"]
-
-_STORE_VARIABLE = ("LLBF16_AOT_STORE",)
-_SHOWN_CANDIDATES = 8
 
 
 @click.command(
@@ -28,37 +28,65 @@ _SHOWN_CANDIDATES = 8
         "llbf16-aot list",
         "llbf16-aot list --store /opt/kernels --json",
     ),
-    variables=_STORE_VARIABLE,
+    variables=STORE_VARIABLES,
 )
 @store_option
+@layer_option
 @common_options
 @click.pass_obj
-def list_command(output: Output, *, store_path: Path | None) -> None:
-    """List every artifact of the store, verified, one a line.
+def list_command(
+    output: Output, *, store_path: Path | None, layer_paths: tuple[Path, ...] | None
+) -> None:
+    """List every artifact of the store and its layers, one a line.
 
-    A damaged entry stands in the list as such; what is wrong with it is told on stderr.
+    Records are read and checked, cubins are looked for: `verify` reads those, too. A damaged entry
+    stands in the list as such; what is wrong with it is told on stderr.
     """
-    from ..artifact import Artifact
+    from ..scan import uncollected
+
+    with uncollected():
+        _list(output, open_store(store_path), open_below(layer_paths))
+
+
+def _list(output: Output, store: Store, layers: tuple[Store, ...]) -> None:
     from ..plan import KEY_HEADER, key_cells
     from ..text import short, size, table
 
-    store = _open(store_path)
+    found = _listed((store, *layers))
     rows: list[tuple[str, ...]] = []
     entries: list[dict[str, object]] = []
-    for digest in store.digests():
-        found = store.get(digest)
-        if isinstance(found, Artifact):
-            record = found.record
-            rows.append((short(digest), *key_cells(record.key), size(record.cubin.size_bytes)))
-            entries.append({"digest": digest, "record": _record_data(record)})
+    some_pinned = any(entry.pinned for entry, _ in found)
+    for entry, source in found:
+        data: dict[str, object] = {
+            "digest": entry.digest,
+            "from": str(source.root),
+            "pinned": entry.pinned,
+        }
+        extra = (("pinned" if entry.pinned else "",) if some_pinned else ()) + (
+            (str(source.root),) if layers else ()
+        )
+        if entry.record is not None and entry.reason is None:
+            record = entry.record
+            weight = size(record.cubin.size_bytes)
+            rows.append((short(entry.digest), *key_cells(record.key), weight, *extra))
+            data["record"] = _record_data(record)
         else:
-            rows.append((short(digest), found.reason.value, *[""] * len(KEY_HEADER)))
-            output.warn(f"{short(digest)} cannot be used: {found.detail}")
-            entries.append({"digest": digest, "reason": found.reason.value, "detail": found.detail})
+            reason = "damaged" if entry.reason is None else entry.reason.value
+            rows.append((short(entry.digest), reason, *[""] * len(KEY_HEADER), *extra))
+            output.warn(f"{short(entry.digest)} cannot be used: {entry.detail}")
+            data |= {"reason": reason, "detail": entry.detail}
+        entries.append(data)
     if not rows:
-        output.note(f"the store at {_quoted(store)} has no entries")
-    text = table(("artifact", *KEY_HEADER, "size"), rows) if rows else ""
-    output.result({"store": str(store.root), "entries": entries}, text)
+        output.note(f"the store at {quoted(store)} has no entries")
+    header = ["artifact", *KEY_HEADER, "size"]
+    header += ["pin"] if some_pinned else []
+    header += ["from"] if layers else []
+    result = {
+        "store": str(store.root),
+        "layers": [str(layer.root) for layer in layers],
+        "entries": entries,
+    }
+    output.result(result, table(header, rows) if rows else "")
 
 
 @click.command(
@@ -68,27 +96,36 @@ def list_command(output: Output, *, store_path: Path | None) -> None:
         "llbf16-aot show 3f2a9c1b",
         "llbf16-aot show 3f2a9c1b --json",
     ),
-    variables=_STORE_VARIABLE,
+    variables=STORE_VARIABLES,
 )
 @click.argument("digest", metavar="KEY")
 @store_option
+@layer_option
 @common_options
 @click.pass_obj
-def show_command(output: Output, *, digest: str, store_path: Path | None) -> None:
+def show_command(
+    output: Output, *, digest: str, store_path: Path | None, layer_paths: tuple[Path, ...] | None
+) -> None:
     """Show one artifact: key, launch, resources and origin.
 
     KEY is the digest of the artifact's key, or the beginning of it that only one has.
     """
-    store = _open(store_path)
-    found = _find(store, digest)
+    from ..pins import pins
+
+    store, layers = open_store(store_path), open_below(layer_paths)
+    found, source = _find((store, *layers), digest)
     record = found.record
+    pinned = found.digest in pins(source)
+    path = source.cubin_path(record)
     output.result(
         {
             "digest": found.digest,
+            "from": str(source.root),
+            "pinned": pinned,
             "record": _record_data(record),
-            "cubin_path": str(store.cubin_path(record)),
+            "cubin_path": str(path),
         },
-        _record_text(found, store.cubin_path(record)),
+        _record_text(found, path, pinned=pinned),
     )
 
 
@@ -98,56 +135,65 @@ def show_command(output: Output, *, digest: str, store_path: Path | None) -> Non
     examples=(
         "llbf16-aot verify",
         "llbf16-aot verify 3f2a9c1b --store /opt/kernels",
+        "llbf16-aot verify --repair",
     ),
-    variables=_STORE_VARIABLE,
+    variables=STORE_VARIABLES,
 )
 @click.argument("digests", metavar="[KEY...]", nargs=-1)
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Remove what is damaged in the store, so that the next build makes it anew.",
+)
 @store_option
+@layer_option
 @common_options
 @click.pass_obj
-def verify_command(output: Output, *, digests: tuple[str, ...], store_path: Path | None) -> None:
+def verify_command(
+    output: Output,
+    *,
+    digests: tuple[str, ...],
+    repair: bool,
+    store_path: Path | None,
+    layer_paths: tuple[Path, ...] | None,
+) -> None:
     """Read every byte of the entries; fail if one was changed.
 
-    Without KEY all entries are verified. Exit code 4 if one is damaged.
+    Without KEY all entries are verified. Exit code 4 if one is damaged or not to be trusted, else 5
+    if one cannot be read. With --repair what is damaged is removed, and exit code 0 says that
+    nothing damaged is left. Layers are never repaired.
     """
-    from ..artifact import Artifact
-    from ..errors import DamagedEntryError
-    from ..text import counted, short, table
+    from ..repair import repair as repair_store
+    from ..text import counted, table
 
-    store = _open(store_path)
-    chosen = tuple(_resolve(store, d) for d in digests) if digests else store.digests()
-    rows: list[tuple[str, str, str]] = []
+    store, layers = open_store(store_path), open_below(layer_paths)
+    sources = (store, *layers)
+    chosen = tuple(dict.fromkeys(resolve(d, _digests(sources), store=store) for d in digests))
+    mended = None
+    if repair and store.root.exists():
+        mended = repair_store(store, frozenset(chosen) if digests else None)
+    rows: list[tuple[str, ...]] = []
     entries: list[dict[str, object]] = []
-    damaged = 0
-    for digest in dict.fromkeys(chosen):
-        found = store.get(digest)
-        if isinstance(found, Artifact):
-            rows.append((short(digest), "ok", str(found.record.key)))
-            entries.append({"digest": digest, "ok": True, "reason": "", "detail": ""})
-        else:
-            damaged += 1
-            rows.append((short(digest), found.reason.value, found.detail))
-            entries.append(
-                {
-                    "digest": digest,
-                    "ok": False,
-                    "reason": found.reason.value,
-                    "detail": found.detail,
-                }
-            )
+    bad: list[tuple[Miss, Store]] = []
+    for source in sources:
+        there = source.digests()
+        for digest in chosen or (() if digests else there):
+            if digest not in there:
+                continue
+            row, data, miss = _verified(source, digest)
+            rows.append((*row, str(source.root)) if layers else row)
+            entries.append(data)
+            bad += [] if miss is None else [(miss, source)]
+    header = ["artifact", "state", "kernel, or what is wrong", *(["from"] if layers else [])]
+    text = table(header, rows) if rows else ""
     data = {"store": str(store.root), "entries": entries}
-    text = table(("artifact", "state", "kernel, or what is wrong"), rows) if rows else ""
-    if damaged:
-        output.fail(
-            DamagedEntryError(
-                f"{damaged} of {counted(len(rows), 'entry')} of {_quoted(store)} cannot be used",
-                hint=f"replace what is damaged with: {_command(store, 'build', 'MANIFEST')}",
-            ),
-            data,
-            text,
-        )
+    if mended is not None:
+        data["repaired"] = _repair_data(mended)
+        text = "\n\n".join(filter(None, (_repair_text(mended), text)))
+    if bad:
+        output.fail(_verify_error(bad, counted(len(rows), "entry"), store), data, text)
     if not rows:
-        output.note(f"the store at {_quoted(store)} has no entries")
+        output.note(f"the store at {quoted(store)} has no entries")
     output.result(data, text)
 
 
@@ -158,88 +204,112 @@ def verify_command(output: Output, *, digests: tuple[str, ...], store_path: Path
         "llbf16-aot path",
         "cuobjdump -sass $(llbf16-aot path 3f2a9c1b)",
     ),
-    variables=_STORE_VARIABLE,
+    variables=STORE_VARIABLES,
 )
 @click.argument("digest", metavar="[KEY]", required=False)
 @store_option
+@layer_option
 @common_options
 @click.pass_obj
-def path_command(output: Output, *, digest: str | None, store_path: Path | None) -> None:
+def path_command(
+    output: Output,
+    *,
+    digest: str | None,
+    store_path: Path | None,
+    layer_paths: tuple[Path, ...] | None,
+) -> None:
     """Print where the store is, or where one cubin lies.
 
     The store need not exist yet.
     """
-    store = _open(store_path)
-    path = store.root if digest is None else store.cubin_path(_find(store, digest).record)
+    store = open_store(store_path)
+    path = store.root
+    if digest is not None:
+        found, source = _find((store, *open_below(layer_paths)), digest)
+        path = source.cubin_path(found.record)
     output.result({"path": str(path)}, str(path))
 
 
-def _open(store_path: Path | None) -> Store:
-    from ..environment import Environment
-    from ..store import Store
-
-    return Store(Environment().store_location(store_path).root)
+def _digests(sources: tuple[Store, ...]) -> set[str]:
+    return {digest for source in sources for digest in source.digests()}
 
 
-def _resolve(store: Store, beginning: str) -> str:
-    """The one digest with this beginning; NotFoundError names the candidates if there are more."""
-    from ..errors import NotFoundError, UsageError
+def _listed(sources: tuple[Store, ...]) -> list[tuple[Entry, Store]]:
+    """Each entry once, sorted, from the first store where nothing speaks against it."""
+    from ..scan import scan
 
-    if not re.fullmatch(r"[0-9a-f]{1,64}", beginning):
-        raise UsageError(
-            f"{beginning!r} is no digest and no beginning of one",
-            hint=f"see the digests with: {_command(store, 'list')}",
-        )
-    found = [digest for digest in store.digests() if digest.startswith(beginning)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise NotFoundError(
-            f"the store at {_quoted(store)} has no entry {beginning}",
-            hint=f"see the entries with: {_command(store, 'list')}",
-        )
-    shown = "\n".join(f"- {digest}" for digest in found[:_SHOWN_CANDIDATES])
-    more = len(found) - _SHOWN_CANDIDATES
-    raise NotFoundError(
-        f"{len(found)} entries begin with {beginning}:\n{shown}"
-        + (f"\n- and {more} more" if more > 0 else ""),
-        hint="give more digits",
-    )
+    found: dict[str, tuple[Entry, Store]] = {}
+    for source in sources:
+        for entry in scan(source).entries:
+            before = found.get(entry.digest)
+            if before is None or (before[0].reason is not None and entry.reason is None):
+                found[entry.digest] = (entry, source)
+    return [found[digest] for digest in sorted(found)]
 
 
-def _find(store: Store, beginning: str) -> Artifact:
+def _find(sources: tuple[Store, ...], beginning: str) -> tuple[Artifact, Store]:
+    """The first sound artifact of an entry, and the store that has it."""
     from ..artifact import Artifact
     from ..errors import DamagedEntryError
+    from ..store import MissReason
 
-    digest = _resolve(store, beginning)
-    found = store.get(digest)
-    if isinstance(found, Artifact):
-        return found
+    store = sources[0]
+    digest = resolve(beginning, _digests(sources), store=store)
+    details = []
+    for source in sources:
+        found = source.get(digest)
+        if isinstance(found, Artifact):
+            return found, source
+        if found.reason is not MissReason.ABSENT:
+            details.append((source, found.detail))
+    where, detail = details[0] if details else (store, "it went away meanwhile")
     raise DamagedEntryError(
-        f"the entry {digest} of {_quoted(store)} cannot be used: {found.detail}",
-        hint=f"replace what is damaged with: {_command(store, 'build', 'MANIFEST')}",
+        f"the entry {digest} of {quoted(where)} cannot be used: {detail}",
+        hint=f"replace what is damaged with: {hint_command(store, 'build', 'MANIFEST')}",
     )
 
 
-def _quoted(store: Store) -> str:
-    """The store's path as it can be pasted into a shell."""
-    from ..files import command
+def _verified(
+    source: Store, digest: str
+) -> tuple[tuple[str, str, str], dict[str, object], Miss | None]:
+    """A row, data, and what is wrong with one entry."""
+    from ..artifact import Artifact
+    from ..text import short
 
-    return command(str(store.root))
+    found = source.get(digest)
+    data: dict[str, object] = {"digest": digest, "from": str(source.root)}
+    if isinstance(found, Artifact):
+        data |= {"ok": True, "reason": "", "detail": ""}
+        return (short(digest), "ok", str(found.record.key)), data, None
+    data |= {"ok": False, "reason": found.reason.value, "detail": found.detail}
+    return (short(digest), found.reason.value, found.detail), data, found
 
 
-def _command(store: Store, *words: str) -> str:
-    """A command that can be pasted and works on this very store."""
-    from ..environment import Environment
-    from ..errors import AotError
-    from ..files import command
+def _verify_error(bad: list[tuple[Miss, Store]], of: str, store: Store) -> AotError:
+    from ..errors import DamagedEntryError, StoreError
+    from ..store import MissReason
 
-    try:
-        found = Environment().store_location().root
-    except AotError:
-        found = None
-    given = () if found == store.root else ("--store", str(store.root))
-    return command("llbf16-aot", *words, *given)
+    message = f"{len(bad)} of {of} of {quoted(bad[0][1])} cannot be used"
+    build = hint_command(store, "build", "MANIFEST")
+    if all(miss.reason is MissReason.UNREADABLE for miss, _ in bad):
+        return StoreError(message, hint=f"mend what the system says, or run: {build}")
+    if any(source is not store for _, source in bad):
+        return DamagedEntryError(message, hint=f"install the layer anew, or run: {build}")
+    return DamagedEntryError(message, hint=f"replace what is damaged with: {build}")
+
+
+def _repair_data(mended: Repair) -> dict[str, object]:
+    import msgspec
+
+    data: dict[str, object] = msgspec.to_builtins(mended)
+    return data
+
+
+def _repair_text(mended: Repair) -> str:
+    lines = [f"removed the entry {miss.digest}: {miss.detail}" for miss in mended.entries]
+    lines += [f"removed the damaged file {path}" for path in mended.blobs]
+    lines += [f"left {miss.digest}: {miss.detail}" for miss in mended.left]
+    return "\n".join(lines) or "nothing to repair"
 
 
 def _record_data(record: Record) -> dict[str, object]:
@@ -249,7 +319,7 @@ def _record_data(record: Record) -> dict[str, object]:
     return data
 
 
-def _record_text(found: Artifact, path: Path) -> str:
+def _record_text(found: Artifact, path: Path, *, pinned: bool) -> str:
     from ..plan import kernel_text
     from ..text import size, table
 
@@ -274,6 +344,7 @@ def _record_text(found: Artifact, path: Path) -> str:
             ("epilogue", key.epilogue.value),
             ("dependent launch", "on" if key.pdl else "off"),
             ("target", key.target),
+            ("pinned", "yes" if pinned else "no"),
         ],
         "launch": [
             ("symbol", launch.symbol),

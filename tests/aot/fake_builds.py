@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_compiler import Deed
-from llbf16_aot import elf, plan, pool, store
+from llbf16_aot import check, elf, plan, pool, store, toolchain
 from llbf16_aot.elf import KernelInfo
 from llbf16_aot.launch import LaunchRecord
 from llbf16_aot.problem import Target
@@ -38,7 +38,8 @@ def check_fake_cubin(launch: LaunchRecord, target: Target, data: bytes) -> Kerne
 
 def use_fake_compiler(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Let every build of this process compile with the fake compiler."""
-    monkeypatch.setattr(plan, "toolchain", lambda: dict(COMPILER))
+    for module in (check, plan, toolchain):
+        monkeypatch.setattr(module, "toolchain", lambda: dict(COMPILER))
     monkeypatch.setattr(pool, "child_command", lambda: (*COMMAND, *arguments))
     monkeypatch.setattr(elf, "check_cubin", check_fake_cubin)
     monkeypatch.setattr(store, "check_cubin", check_fake_cubin)

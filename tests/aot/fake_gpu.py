@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from llbf16_aot.artifact import RECORD_SCHEMA, Artifact, Blob, Provenance, Record, Resources
 from llbf16_aot.backends import BACKENDS, ProbeConfig
-from llbf16_aot.driver import Kernel, LaunchConfig, Library
+from llbf16_aot.driver import Kernel, LaunchConfig, Library, words_of
 from llbf16_aot.errors import DriverError
 from llbf16_aot.key import CompileKey, kernel_source_digest
-from llbf16_aot.launch import Attribute, Extent, LaunchRecord, ParamSource
+from llbf16_aot.launch import EPILOGUE_PARAMS, Attribute, Extent, LaunchRecord, ParamSource
 from llbf16_aot.problem import DType
 from llbf16_aot.store import Miss, MissReason
 
@@ -38,7 +38,7 @@ def artifact_for(key: CompileKey) -> Artifact:
         f"kernel_{Blob.of(cubin).digest[:8]}",
         backend.geometry(key.config),
         attributes=(Attribute.PROGRAMMATIC_STREAM_SERIALIZATION,) if key.pdl else (),
-        sources=backend.PARAMS,
+        sources=(*backend.PARAMS, *EPILOGUE_PARAMS[key.epilogue]),
     )
     return Artifact(
         Record(
@@ -72,11 +72,35 @@ class MemoryStore:
         return self.entries.get(digest) or Miss(digest, MissReason.ABSENT, "no such entry")
 
 
+class FakeLaunch:
+    """A prepared launch: its buffer starts as garbage, and no two threads may be in it at once."""
+
+    def __init__(self, config: LaunchConfig, execute: Callable[[int, bytes], None]) -> None:
+        self.params = memoryview(bytearray(b"\xa5" * words_of(config.params_size_bytes) * 8))
+        self._size_bytes = config.params_size_bytes
+        self._execute = execute
+        self._busy = threading.Lock()
+
+    def launch(self, stream: int) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise DriverError("two threads use one prepared launch")
+        try:
+            self._execute(stream, bytes(self.params[: self._size_bytes]))
+        finally:
+            self._busy.release()
+
+    def __call__(self, stream: int, params: bytes) -> None:
+        assert len(params) == self._size_bytes
+        self.params[: len(params)] = params
+        self.launch(stream)
+
+
 class FakeDriver:
     """Executes launches of the artifacts that it knows on CPU memory; counts and records calls."""
 
     def __init__(self, artifacts: Iterable[Artifact] = ()) -> None:
         self.capabilities = {0: (9, 0), 1: (10, 0)}
+        self.contexts: set[int] = set()
         self.artifacts = {a.cubin: a for a in artifacts}
         self.params: tuple[tuple[int, int], ...] | None = None
         self.failing: set[str] = set()
@@ -87,6 +111,12 @@ class FakeDriver:
         self.ready: list[tuple[int, int]] = []
         self.bound: list[tuple[int, int]] = []
         self.launches: list[tuple[Artifact, LaunchConfig, int]] = []
+
+    def device_count(self) -> int:
+        return len(self.capabilities)
+
+    def has_context(self, device: int) -> bool:
+        return device in self.contexts
 
     def compute_capability(self, device: int) -> tuple[int, int]:
         self._may_fail("compute_capability")
@@ -119,23 +149,16 @@ class FakeDriver:
         self._may_fail("make_ready")
         self.ready.append((device, dynamic_shared_bytes))
 
-    def prepare(self, kernel: Kernel, config: LaunchConfig) -> Callable[[int, bytes], None]:
+    def prepare(self, kernel: Kernel, config: LaunchConfig) -> FakeLaunch:
         artifact = self.libraries[kernel - 0x1000]
-        busy = threading.Lock()
 
         def launch(stream: int, params: bytes) -> None:
-            if not busy.acquire(blocking=False):
-                raise DriverError("two threads use one prepared launch")
-            try:
-                self.before_launch()
-                self._may_fail("launch")
-                assert len(params) == config.params_size_bytes
-                execute(artifact, config, params)
-                self.launches.append((artifact, config, stream))
-            finally:
-                busy.release()
+            self.before_launch()
+            self._may_fail("launch")
+            execute(artifact, config, params)
+            self.launches.append((artifact, config, stream))
 
-        return launch
+        return FakeLaunch(config, launch)
 
     def _may_fail(self, call: str) -> None:
         if call in self.failing:
@@ -173,6 +196,11 @@ class FakeDevices:
         self.at_capture_check()
         return self.captured
 
+    def empty(
+        self, shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        return poison(torch.empty_strided(shape, strides, dtype=dtype))
+
 
 def execute(artifact: Artifact, config: LaunchConfig, params: bytes) -> None:
     """The product that a parameter buffer describes, as far as the grid covers it."""
@@ -193,11 +221,21 @@ def execute(artifact: Artifact, config: LaunchConfig, params: bytes) -> None:
             ctypes.memmove(values[ParamSource.OUT], values[ParamSource.X], size_bytes)
         return
     tokens, experts = values[ParamSource.TOKENS], values[ParamSource.EXPERTS]
-    x = _rows(values[ParamSource.X], tokens, hidden, values[ParamSource.X_ROW_STRIDE])
+    x = _rows(values[ParamSource.X], tokens, hidden, values[ParamSource.X_ROW_STRIDE], key.x_dtype)
     weight = _rows(
-        values[ParamSource.WEIGHT], experts, hidden, values[ParamSource.WEIGHT_ROW_STRIDE]
+        values[ParamSource.WEIGHT],
+        experts,
+        hidden,
+        values[ParamSource.WEIGHT_ROW_STRIDE],
+        key.weight_dtype,
     )
-    result = (x.double() @ weight.double().t()).to(TORCH_TYPES[key.out_dtype])
+    sums = x.double() @ weight.double().t()
+    if ParamSource.BIAS in values:
+        assert key.epilogue.bias_dtype is not None
+        sums += _rows(values[ParamSource.BIAS], 1, experts, experts, key.epilogue.bias_dtype)
+    if ParamSource.SCALE in values:
+        sums *= struct.unpack("<f", struct.pack("<i", values[ParamSource.SCALE]))[0]
+    result = sums.to(TORCH_TYPES[key.out_dtype])
     covered = {Extent.TOKENS: 0, Extent.EXPERTS: 0, Extent.ONE: 0}
     for dim, blocks in zip(record.launch.grid, config.grid, strict=True):
         covered[dim.extent] = blocks // dim.blocks * dim.tile
@@ -216,9 +254,9 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _rows(address: int, rows: int, hidden: int, stride: int) -> torch.Tensor:
-    data = ctypes.string_at(address, ((rows - 1) * stride + hidden) * 2)
-    flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+def _rows(address: int, rows: int, hidden: int, stride: int, dtype: DType) -> torch.Tensor:
+    data = ctypes.string_at(address, ((rows - 1) * stride + hidden) * dtype.size_bytes)
+    flat = torch.frombuffer(bytearray(data), dtype=TORCH_TYPES[dtype])
     return flat.as_strided((rows, hidden), (stride, 1))
 
 

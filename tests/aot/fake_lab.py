@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
-from fake_gpu import FakeDevices, FakeDriver, MemoryStore, artifact_for
+from fake_gpu import FakeDevices, FakeDriver, FakeLaunch, MemoryStore, artifact_for
 from llbf16_aot.artifact import Artifact
 from llbf16_aot.backends import ProbeConfig
 from llbf16_aot.driver import Kernel, LaunchConfig
@@ -69,7 +69,7 @@ class PricedDriver(FakeDriver):
         self.unlaunchable: Callable[[CompileKey], bool] = lambda key: False
         self.runs = 0
 
-    def prepare(self, kernel: Kernel, config: LaunchConfig) -> Callable[[int, bytes], None]:
+    def prepare(self, kernel: Kernel, config: LaunchConfig) -> FakeLaunch:
         compute = super().prepare(kernel, config)
         artifact = self.libraries[kernel - 0x1000]
         key = artifact.record.key
@@ -87,7 +87,7 @@ class PricedDriver(FakeDriver):
             if self.unsteady(key) and self.runs % 3 == 0:
                 self._spoil(artifact, params)
 
-        return launch
+        return FakeLaunch(config, launch)
 
     def _cost(self, key: CompileKey, config: LaunchConfig) -> float:
         if isinstance(key.config, ProbeConfig):

@@ -73,6 +73,13 @@ static CUresult cuDevicePrimaryCtxRetain(uintptr_t *context, int device) {
   return 0;
 }
 
+static CUresult cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+  BEGIN(cuDevicePrimaryCtxGetState)
+  *flags = 0;
+  *active = device == 1;
+  return 0;
+}
+
 static CUresult cuLibraryLoadData(uintptr_t *library, const void *code_bytes, void *a, void *b,
                                   unsigned n, void *c, void *d, unsigned m) {
   BEGIN(cuLibraryLoadData)
@@ -166,7 +173,7 @@ static const struct { const char *name; void *function; } functions[] = {
     ENTRY(cuInit), ENTRY(cuDriverGetVersion), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetAttribute),
     ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGetName),
     ENTRY(cuCtxGetCurrent), ENTRY(cuCtxGetDevice), ENTRY(cuCtxSetCurrent),
-    ENTRY(cuDevicePrimaryCtxRetain), ENTRY(cuLibraryLoadData), ENTRY(cuLibraryUnload),
+    ENTRY(cuDevicePrimaryCtxRetain), ENTRY(cuDevicePrimaryCtxGetState), ENTRY(cuLibraryLoadData), ENTRY(cuLibraryUnload),
     ENTRY(cuLibraryGetKernel), ENTRY(cuKernelGetParamInfo), ENTRY(cuKernelSetAttribute),
     ENTRY(cuKernelGetFunction), ENTRY(cuFuncLoad), ENTRY(cuLaunchKernelEx), ENTRY(cuGetErrorName),
     ENTRY(cuGetErrorString)};

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_builds import (
     COMPILER,
@@ -25,6 +26,7 @@ from llbf16_aot.errors import (
     CoverageError,
     InvalidArtifactError,
     StoreFullError,
+    StoreUnwritableError,
     TargetError,
     UsageError,
 )
@@ -466,3 +468,85 @@ def test_the_plan_prints_itself(store: Store) -> None:
     assert text.endswith("3 artifacts for 1 target: 3 to compile, 0 to keep")
     data = decided.to_data()
     assert data["compile"] == 3
+
+
+def test_what_a_layer_has_is_kept_and_says_which_layer(tmp_path: Path) -> None:
+    """Catches an image that compiles again what its base layer brings."""
+    layer, store = Store(tmp_path / "layer"), Store(tmp_path / "store")
+    built = build(tiny(Deed.ANSWER, tokens="1-2"), store=layer)
+    assert built.count(Outcome.COMPILED) == 2
+    report = build(tiny(Deed.ANSWER, tokens="1-3"), store=store, layers=[layer.root])
+    assert (report.count(Outcome.KEPT), report.count(Outcome.COMPILED)) == (2, 1)
+    kept = [result for result in report.results if result.outcome is Outcome.KEPT]
+    assert {result.item.layer for result in kept} == {str(layer.root)}
+    assert f"2 of them in the layer {layer.root}" in report.summary
+    assert len(store.digests()) == 1
+    assert len(layer.digests()) == 2
+    dry = build(tiny(Deed.ANSWER), store=Store(tmp_path / "x"), layers=[layer], dry_run=True)
+    assert (dry.count(Outcome.KEPT), dry.count(Outcome.PLANNED)) == (2, 1)
+
+
+def test_layers_come_from_the_environment_unless_they_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches LLBF16_AOT_LAYERS that only the runtime reads: every build compiles again."""
+    layer = Store(tmp_path / "layer")
+    build(tiny(Deed.ANSWER), store=layer)
+    monkeypatch.setenv("LLBF16_AOT_LAYERS", str(layer.root))
+    assert build(tiny(Deed.ANSWER), store=tmp_path / "a").count(Outcome.KEPT) == 3
+    assert build(tiny(Deed.ANSWER), store=tmp_path / "b", layers=()).count(Outcome.KEPT) == 0
+
+
+def test_a_stale_entry_above_a_fresh_layer_is_built_anew(tmp_path: Path) -> None:
+    """Catches a build that is content with a layer's entry that the runtime would never reach."""
+    layer, store = Store(tmp_path / "layer"), Store(tmp_path / "store")
+    build(tiny(Deed.ANSWER, tokens="1"), store=layer)
+    found = layer.get(layer.digests()[0])
+    assert isinstance(found, Artifact)
+    provenance = msgspec.structs.replace(found.record.provenance, options=("--old",))
+    store.publish(
+        Artifact(msgspec.structs.replace(found.record, provenance=provenance), found.cubin)
+    )
+    report = build(tiny(Deed.ANSWER, tokens="1"), store=store, layers=[layer])
+    assert report.count(Outcome.COMPILED) == 1
+    assert store.get(found.digest) == found
+
+
+def test_a_damaged_layer_is_built_over(tmp_path: Path) -> None:
+    """Catches a layer that is trusted by its names: its entry is damaged and nobody builds."""
+    layer, store = Store(tmp_path / "layer"), Store(tmp_path / "store")
+    build(tiny(Deed.ANSWER, tokens="1"), store=layer)
+    found = layer.get(layer.digests()[0])
+    assert isinstance(found, Artifact)
+    layer.cubin_path(found.record).unlink()
+    report = build(tiny(Deed.ANSWER, tokens="1"), store=store, layers=[layer])
+    assert report.results[0].item.state is State.DAMAGED
+    assert report.count(Outcome.COMPILED) == 1
+    assert store.get(found.digest) == found
+
+
+def test_a_store_that_turns_out_read_only_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a hundred warnings for one mount, and a build that returns nothing."""
+
+    def refuse(self: Store, artifact: Artifact) -> None:
+        raise StoreUnwritableError("read-only file system")
+
+    monkeypatch.setattr(Store, "publish", refuse)
+    with caplog.at_level("WARNING", logger="llbf16_aot"):
+        report = build(tiny(Deed.ANSWER), store=tmp_path / "store")
+    assert len([r for r in caplog.records if "not stored" in r.getMessage()]) == 1
+    assert len(report.unpublished) == 3
+    assert all(result.artifact is not None for result in report.results)
+
+
+def test_a_build_that_keeps_an_entry_marks_it_as_used(tmp_path: Path) -> None:
+    """Catches kernels of every deployment that prune takes because they were built long ago."""
+    store = Store(tmp_path / "store")
+    build(tiny(Deed.ANSWER, tokens="1-2"), store=store)
+    refs = sorted((store.root / "v1" / "refs").glob("*/*"))
+    for path in refs:
+        os.utime(path, (0, 0))
+    build(tiny(Deed.ANSWER, tokens="1"), store=store)
+    assert sorted(path.stat().st_mtime > 0 for path in refs) == [False, True]

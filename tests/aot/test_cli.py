@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -13,17 +14,20 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_builds import forbid_compiling, manifest_text, use_fake_compiler
 from fake_compiler import Deed
-from llbf16_aot import builder, key
+from llbf16_aot import builder, check, explain, key
+from llbf16_aot.artifact import Artifact, Blob
 from llbf16_aot.cli import main
 from llbf16_aot.cli.output import color_from
 from llbf16_aot.errors import StoreFullError
-from llbf16_aot.store import Miss, Store
+from llbf16_aot.store import Miss, MissReason, Store
 from llbf16_aot.toolchain import builder_version
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -35,7 +39,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory of its own, a fake compiler, and digests that no source file changes."""
     use_fake_compiler(monkeypatch)
     monkeypatch.setattr(key, "kernel_source_digest", lambda backend: "0" * 64)
-    monkeypatch.setattr(builder, "kernel_source_digest", lambda backend: "0" * 64)
+    for module in (builder, check, explain):
+        monkeypatch.setattr(module, "kernel_source_digest", lambda backend: "0" * 64)
     for name in tuple(os.environ):
         if name.startswith("LLBF16_AOT_") or name in ("CI", "NO_COLOR", "FORCE_COLOR"):
             monkeypatch.delenv(name)
@@ -100,7 +105,10 @@ def golden(name: str, text: str) -> None:
     assert text == path.read_text(), f"{path.name} differs; look, then update"
 
 
-COMMANDS = ("build", "plan", "list", "show", "verify", "path", "doctor", "schema")
+COMMANDS = (
+    *("build", "plan", "list", "show", "explain", "verify", "check", "prune", "rm", "pin"),
+    *("path", "doctor", "schema"),
+)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -137,6 +145,22 @@ def test_help_is_as_reviewed(run: Run, world: Path, command: str) -> None:
         ("verify-json", ("build bad.yaml",), ("verify", "--json")),
         ("verify-one", ("build tiny.yaml",), ("verify", "DIGEST")),
         ("verify-none", (), ("verify", "abc")),
+        ("verify-repair", ("build tiny.yaml",), ("verify", "--repair")),
+        ("explain", ("build tiny.yaml",), ("explain", "DIGEST")),
+        ("explain-manifest", ("build bad.yaml",), ("explain", "tiny.yaml")),
+        ("explain-json", (), ("explain", "bad.yaml", "--json")),
+        ("explain-none", (), ("explain", "abc")),
+        ("check", ("build tiny.yaml",), ("check",)),
+        ("check-json", ("build bad.yaml",), ("check", "--json")),
+        ("prune-nothing", ("build tiny.yaml",), ("prune",)),
+        ("prune-refused", ("build tiny.yaml",), ("prune", "--max-size", "0")),
+        ("prune-bad-size", (), ("prune", "--max-size", "many")),
+        ("prune-bad-age", (), ("prune", "--older-than", "90")),
+        ("rm-none", (), ("rm", "abc")),
+        ("pin", ("build tiny.yaml",), ("pin", "DIGEST")),
+        ("pin-json", ("build bad.yaml",), ("pin", "DIGEST", "--json")),
+        ("pin-empty", (), ("pin",)),
+        ("pin-remove-what", (), ("pin", "--remove")),
         ("path", (), ("path",)),
         ("path-json", (), ("path", "--json", "--store", "elsewhere")),
         ("path-of-a-cubin", ("build bad.yaml",), ("path", "DIGEST")),
@@ -158,6 +182,10 @@ def test_output_is_as_reviewed(
     """Catches output, messages and exit codes that change unnoticed: people parse them."""
     for earlier in before:
         run(*earlier.split())
+    # What is said of ages and their order must not depend on how long the test took.
+    used_s = time.time() - 3 * 86_400 - 60
+    for path in store_of(world).root.glob("v1/refs/*/*"):
+        os.utime(path, (used_s, used_s))
     if "DIGEST" in arguments:
         digest = Store(world / "home/cache/llbf16-aot").digests()[0]
         arguments = tuple(digest[:12] if a == "DIGEST" else a for a in arguments)
@@ -175,14 +203,14 @@ def store_of(world: Path) -> Store:
     return Store(world / "home/cache/llbf16-aot")
 
 
-def damage_one(world: Path) -> str:
+def damage_one(world: Path, *, cut: int = 0) -> str:
     store = store_of(world)
     digest = store.digests()[0]
     found = store.get(digest)
     assert not isinstance(found, Miss)
     path = store.cubin_path(found.record)
     os.chmod(path, 0o644)
-    path.write_bytes(b"x" * len(found.cubin))
+    path.write_bytes(b"x" * (len(found.cubin) - cut))
     return digest
 
 
@@ -190,7 +218,8 @@ def damage_one(world: Path) -> str:
 def test_output_for_a_damaged_entry_is_as_reviewed(run: Run, world: Path, command: str) -> None:
     """Catches damage that is shown as health, or that hides the entries beside it."""
     run("build", "tiny.yaml")
-    digest = damage_one(world)
+    # A list sees that a cubin was cut short; its bytes are read by the others.
+    digest = damage_one(world, cut=1 if command == "list" else 0)
     arguments = tuple(digest if word == "DIGEST" else word for word in command.split())
     name = "-".join(command.replace("--", "").lower().split())
     golden(f"damaged-{name}", run(*arguments).text(world))
@@ -203,6 +232,180 @@ def test_a_damaged_entry_is_healed_by_the_next_build(run: Run, world: Path) -> N
     assert run("verify").code == 4
     assert run("build", "tiny.yaml").code == 0
     assert run("verify").code == 0
+
+
+def test_repair_leaves_a_store_that_verifies(run: Run, world: Path) -> None:
+    """Catches a repair after which `verify` still fails, or that hides what it removed."""
+    run("build", "tiny.yaml")
+    digest = damage_one(world)
+    ran = run("verify", "--repair", "--json")
+    assert ran.code == 0
+    assert [one["digest"] for one in ran.data["repaired"]["entries"]] == [digest]  # type: ignore[index]
+    assert len(ran.data["entries"]) == 2  # type: ignore[arg-type]
+    assert run("verify").code == 0
+    assert len(store_of(world).digests()) == 2
+    assert run("build", "tiny.yaml").code == 0
+    assert len(store_of(world).digests()) == 3
+    text = run("verify", "--repair").out
+    assert text.startswith("nothing to repair\n")
+
+
+def test_verify_tells_what_cannot_be_read_from_what_is_damaged(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches exit code 4, and a repair, for a disk or a mount that has a bad moment."""
+    run("build", "tiny.yaml")
+    real = Store.get
+
+    def unreadable(self: Store, digest: str) -> object:
+        return Miss(digest, MissReason.UNREADABLE, "Input/output error")
+
+    monkeypatch.setattr(Store, "get", unreadable)
+    for arguments in (("verify",), ("verify", "--repair")):
+        ran = run(*arguments, "--json")
+        assert (ran.code, ran.data["error"]["code"]) == (5, "store")  # type: ignore[index]
+    monkeypatch.setattr(Store, "get", real)
+    assert run("verify").code == 0
+
+
+def weight_of(world: Path) -> int:
+    """Bytes of the refs and blobs of the store."""
+    files = (store_of(world).root / "v1").rglob("*")
+    kept = ("refs", "blobs")
+    return sum(f.stat().st_size for f in files if f.is_file() and f.parts[-3] in (*kept, "sha256"))
+
+
+def test_prune_keeps_its_limit_and_dry_runs_keep_everything(run: Run, world: Path) -> None:
+    """Catches a dry run that removes, a plan that differs from the deed, a limit that is missed."""
+    run("build", "tiny.yaml")
+    before = weight_of(world)
+    limit = str(before - 1)
+    dry = run("prune", "--max-size", limit, "--dry-run", "--json")
+    assert (dry.code, dry.data["done"], weight_of(world)) == (0, None, before)
+    refused = run("prune", "--max-size", limit, "--json")
+    assert (refused.code, refused.data["error"]["code"]) == (2, "usage")  # type: ignore[index]
+    assert weight_of(world) == before
+    done = run("prune", "--max-size", limit, "--yes", "--json")
+    assert done.code == 0
+    plan = done.data["plan"]
+    assert plan["after_bytes"] == weight_of(world) < before  # type: ignore[index]
+    removed = done.data["done"]["removed"]  # type: ignore[index]
+    assert removed == [one["digest"] for one in plan["remove"]]  # type: ignore[index]
+    assert removed == [one["digest"] for one in dry.data["plan"]["remove"]]  # type: ignore[index]
+    assert len(store_of(world).digests()) == 2
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y", 0), ("n", 3)])
+def test_prune_asks_on_a_terminal(
+    run: Run, world: Path, monkeypatch: pytest.MonkeyPatch, answer: str, left: int
+) -> None:
+    """Catches a question that nobody is asked, and a no that is taken for a yes."""
+    run("build", "tiny.yaml")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run("prune", "--older-than", "0s", "--yes", "--dry-run").code == 0
+    ran = run("prune", "--max-size", "0")
+    assert ran.code == 0
+    assert "3 entries to remove" in ran.err
+    assert len(store_of(world).digests()) == left
+
+
+def test_prune_goes_by_manifests_and_pins(run: Run, world: Path) -> None:
+    """Catches an entry that a manifest needs or somebody pinned, and that goes all the same."""
+    (world / "one.yaml").write_text(manifest_text(Deed.ANSWER, tokens="1"))
+    (world / "two.yaml").write_text(manifest_text(Deed.ANSWER, tokens="2"))
+    run("build", "tiny.yaml")
+    needed = []
+    for name in ("one.yaml", "two.yaml"):
+        artifacts = run("explain", name, "--json").data["artifacts"]
+        assert isinstance(artifacts, list)
+        needed.append(artifacts[0]["digest"])
+    assert run("pin", "--manifest", "two.yaml").out == f"{needed[1]}\n"
+    ran = run("prune", "--unreferenced-by", "one.yaml", "--yes")
+    assert ran.code == 0
+    assert store_of(world).digests() == tuple(sorted(needed))
+    ran = run("prune", "--max-size", "0", "--yes", "--json")
+    assert (ran.code, ran.data["error"]["code"]) == (1, "error")  # type: ignore[index]
+    assert store_of(world).digests() == (needed[1],)
+    assert run("rm", needed[1]).code == 1
+    assert run("pin", "--remove", needed[1][:8]).code == 0
+    assert run("rm", needed[1][:8], "--dry-run").code == 0
+    assert store_of(world).digests() == (needed[1],)
+    assert run("rm", needed[1][:8]).code == 0
+    assert weight_of(world) == 0
+
+
+def test_a_pin_may_come_before_its_entry_and_is_listed(run: Run, world: Path) -> None:
+    """Catches pins that only work after a build, and a list that hides them."""
+    (world / "one.yaml").write_text(manifest_text(Deed.ANSWER, tokens="1"))
+    assert "(no entry yet)" in run("pin", "--manifest", "one.yaml").out
+    run("build", "tiny.yaml")
+    assert "(no entry yet)" not in run("pin").out
+    assert run("list").out.count("pinned") == 1
+    assert [e["pinned"] for e in run("list", "--json").data["entries"]].count(True) == 1  # type: ignore[attr-defined]
+    assert run("pin", "--manifest", "one.yaml", "--remove").code == 0
+    assert "pinned" not in run("list").out
+
+
+def test_check_finds_machine_code_that_its_inputs_do_not_give(
+    run: Run, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a stored cubin that nobody compiled, with digests that are all right."""
+    run("build", "tiny.yaml")
+    assert run("check").code == 0
+    store = store_of(world)
+    digest = store.digests()[0]
+    found = store.get(digest)
+    assert not isinstance(found, Miss)
+    other = Artifact(msgspec.structs.replace(found.record, cubin=Blob.of(b"other")), b"other")
+    store.publish(other)
+    assert run("verify").code == 0
+    ran = run("check", "--json")
+    assert (ran.code, ran.data["error"]["code"]) == (4, "invalid-artifact")  # type: ignore[index]
+    verdicts = {one["digest"]: one["verdict"] for one in ran.data["entries"]}  # type: ignore[attr-defined]
+    assert verdicts.pop(digest) == "different"
+    assert set(verdicts.values()) == {"same"}
+    stale = msgspec.structs.replace(found.record.provenance, options=("--other",))
+    store.publish(Artifact(msgspec.structs.replace(found.record, provenance=stale), found.cubin))
+    ran = run("check", digest)
+    assert ran.code == 1
+    assert "built with options --other" in ran.out
+    assert store.get(digest) != found, "check must write nothing"
+
+
+def test_commands_tell_which_layer_an_entry_is_from(run: Run, world: Path) -> None:
+    """Catches layers that only some commands read, and an entry that is listed twice."""
+    (world / "one.yaml").write_text(manifest_text(Deed.ANSWER, tokens="1"))
+    layer = str(world / "layer")
+    store = str(store_of(world).root)
+    run("build", "tiny.yaml", "--store", layer)
+    run("build", "one.yaml")
+    built = run("build", "tiny.yaml", "--layer", layer)
+    assert f"2 of them in the layer {layer}" in built.out
+    listed = run("list", "--layer", layer, "--json").data
+    assert listed["layers"] == [layer]
+    sources = {one["digest"]: one["from"] for one in listed["entries"]}  # type: ignore[attr-defined]
+    (own,) = store_of(world).digests()
+    assert sources.pop(own) == store
+    assert set(sources.values()) == {layer}
+    assert len(sources) == 2
+    below = min(sources)
+    assert run("show", below).code == 3
+    shown = run("show", below, "--layer", layer, "--json").data
+    assert shown["from"] == layer
+    assert str(shown["cubin_path"]).startswith(layer)
+    assert run("path", below, "--layer", layer).out.startswith(layer)
+    assert run("explain", "tiny.yaml", "--layer", layer).out.endswith("3 present\n")
+    ran = run("verify", "--layer", layer)
+    assert ran.code == 0
+    assert ran.out.count(" ok ") == 4
+    (world / "layer" / "v1" / "refs" / below[:2] / below).unlink()
+    (world / "layer" / "v1" / "refs" / below[:2] / below).write_text("damaged")
+    ran = run("verify", "--layer", layer, "--repair")
+    assert ran.code == 4, "layers are never repaired"
+    assert (world / "layer" / "v1" / "refs" / below[:2] / below).exists()
+    assert "cannot be used" in run("list", "--layer", layer).err
 
 
 def test_an_ambiguous_beginning_names_the_candidates(run: Run, world: Path) -> None:
@@ -226,7 +429,12 @@ def test_an_ambiguous_beginning_names_the_candidates(run: Run, world: Path) -> N
 def test_every_command_speaks_json(run: Run, command: str) -> None:
     """Catches text in a pipe to jq: one object with its schema number, and nothing else."""
     run("build", "tiny.yaml")
-    given = {"build": ("tiny.yaml",), "plan": ("tiny.yaml",), "show": ("f" * 64,)}
+    given: dict[str, tuple[str, ...]] = {
+        "build": ("tiny.yaml",),
+        "plan": ("tiny.yaml",),
+        "show": ("f" * 64,),
+    }
+    given |= {"explain": ("tiny.yaml",), "rm": ("f" * 64,), "pin": ("--manifest", "tiny.yaml")}
     ran = run(command, *given.get(command, ()), "--json")
     assert ran.data
     assert ran.err == ""
@@ -252,7 +460,7 @@ def test_verbose_tells_what_the_library_logs(
         builder._log.warning("a danger")
         return store_of(world)
 
-    monkeypatch.setattr(module, "_open", told)
+    monkeypatch.setattr(module, "open_store", told)
     assert run("path").err == "warning: a danger\n"
     assert run("path", "-v").err == "a note\nwarning: a danger\n"
     assert run("path", "-vv").err == "a note\na detail\nwarning: a danger\n"
@@ -357,12 +565,12 @@ def test_an_unexpected_exception_is_a_message_and_a_traceback_only_with_v(
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(Store, "digests", broken)
-    ran = run("list")
+    ran = run("verify")
     assert (ran.code, ran.out) == (1, "")
     assert ran.err.startswith("error: internal error: ZeroDivisionError: a defect\nhint: ")
     assert "Traceback" not in ran.err
-    assert "Traceback" in run("list", "-v").err
-    as_json = run("list", "--json")
+    assert "Traceback" in run("verify", "-v").err
+    as_json = run("verify", "--json")
     assert as_json.data["error"]["code"] == "error"  # type: ignore[index]
     assert as_json.err == ""
 

@@ -9,6 +9,9 @@ import pytest
 from llbf16_aot import doctor
 from llbf16_aot.doctor import Diagnosis, Finding, Mount, Status, diagnose, find_mount
 from llbf16_aot.environment import Environment
+from llbf16_aot.pins import pin
+from llbf16_aot.store import Store
+from support import make_artifact
 
 MOUNTS = """\
 22 1 254:1 / / rw,relatime - ext4 /dev/vda1 rw
@@ -72,7 +75,7 @@ def test_a_store_that_others_can_write_is_broken(tmp_path: Path, mode: int) -> N
     root.chmod(mode)
     diagnosis = diagnose(root, Environment({}))
     assert of(diagnosis, "store", "mode").value == f"{mode:04o}"
-    finding = of(diagnosis, "store", "entries")
+    finding = of(diagnosis, "store", "trusted")
     assert finding.status is Status.BROKEN
     assert "chmod" in finding.advice
     assert str(root) in finding.advice
@@ -136,3 +139,55 @@ def test_a_path_that_is_too_long_is_a_finding(text: str) -> None:
     for finding in (of(diagnosis, "store", "exists"), of(diagnosis, "settings", "tuning table")):
         assert finding.status is Status.BROKEN
         assert "File name too long" in finding.text
+
+
+@pytest.mark.usefixtures("on_ext4")
+def test_layers_are_told_in_their_order_with_owner_mode_and_trust(tmp_path: Path) -> None:
+    """Catches a layer that hides another, one that others can write, and one that is not there."""
+    sound, open_to_all, gone = (tmp_path / name for name in ("sound", "open", "gone"))
+    Store(sound).publish(make_artifact())
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    environment = Environment({"LLBF16_AOT_LAYERS": os.pathsep.join(map(str, (gone, open_to_all)))})
+    diagnosis = diagnose(tmp_path / "store", environment)
+    assert of(diagnosis, "layers", "order").value == ("store", str(gone), str(open_to_all))
+    assert of(diagnosis, "layer 1", "exists").status is Status.WARNING
+    untrusted = of(diagnosis, "layer 2", "trusted")
+    assert (untrusted.status, untrusted.value) == (Status.BROKEN, False)
+    assert "chmod" in untrusted.advice
+    assert of(diagnosis, "layer 2", "mode").value == "0777"
+    diagnosis = diagnose(tmp_path / "store", environment, layer_paths=[sound])
+    assert of(diagnosis, "layers", "order").value == ("store", str(sound))
+    assert of(diagnosis, "layer 1", "entries").value == 1
+    assert of(diagnosis, "layer 1", "owner").value
+    assert of(diagnosis, "layer 1", "trusted").value is True
+    assert diagnosis.status is Status.OK
+
+
+def test_a_layer_on_a_network_or_in_memory_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a warning for the store's file system only."""
+    monkeypatch.setattr(doctor, "find_mount", lambda path, text: Mount("/mnt", "nfs4"))
+    (tmp_path / "layer").mkdir()
+    diagnosis = diagnose(tmp_path / "store", Environment({}), layer_paths=[tmp_path / "layer"])
+    finding = of(diagnosis, "layer 1", "file system")
+    assert (finding.status, finding.value) == (Status.WARNING, "nfs4")
+
+
+def test_layers_that_make_no_sense_are_broken(tmp_path: Path) -> None:
+    """Catches a diagnosis that ends at the first bad setting."""
+    diagnosis = diagnose(tmp_path / "store", Environment({"LLBF16_AOT_LAYERS": "here"}))
+    finding = of(diagnosis, "layers", "bad value")
+    assert finding.status is Status.BROKEN
+    assert "LLBF16_AOT_LAYERS" in finding.text
+
+
+def test_pins_without_an_entry_are_told(tmp_path: Path) -> None:
+    """Catches pins of kernels that no build makes any more, which nobody would notice."""
+    store = Store(tmp_path / "store")
+    artifact = make_artifact()
+    store.publish(artifact)
+    pin(store, [artifact.digest, "0" * 64])
+    diagnosis = diagnose(store.root, Environment({}))
+    assert of(diagnosis, "store", "pins").text == "2, 1 of them without an entry"

@@ -9,18 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import CUBINS
 
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
 PRELUDE = """
 import struct
+from pathlib import Path
 from llbf16_aot.driver import CudaDriver, LaunchConfig
 from llbf16_aot.errors import DriverError
 CONFIG = LaunchConfig((6, 16, 2), (256, 1, 1), (6, 1, 1), 67584, True, ((0, 8), (8, 4), (16, 8)))
 def pack(*values):
     return struct.pack("<Qi4xQ", *values)
 driver = CudaDriver()
-"""
+CUBIN = Path(@CUBIN@).read_bytes()
+""".replace("@CUBIN@", repr(str(CUBINS / "dsl13_sm_90a.cubin")))
 
 
 @pytest.fixture(scope="session")
@@ -133,9 +136,55 @@ def test_a_context_of_the_device_stays_and_one_of_another_device_is_replaced(
     ]
 
 
+def test_a_prepared_launch_serves_every_context_of_a_device(libcuda: Path) -> None:
+    """A function handle belongs to one context, and a launch with it fails in another."""
+    program = """
+driver.bind_context(0)
+launch = driver.prepare(0x3000, CONFIG)
+launch(7, pack(1, 1, 1))
+driver.bind_context(1)
+launch(9, pack(1, 1, 1))
+"""
+    launches = [line for line in run(program, libcuda).splitlines() if "Ctx" not in line]
+    assert [line.split()[:2] for line in launches] == [["cuLaunchKernelEx", "0x3000"]] * 2
+
+
+def test_parameters_may_be_written_into_the_buffer_before_a_launch(libcuda: Path) -> None:
+    """The fast way writes words in place: were there a second buffer, it would launch old ones."""
+    program = """
+launch = driver.prepare(0x3000, CONFIG)
+launch(1, pack(1, 2, 3))
+words = launch.params.cast("Q")
+assert len(words) == 4, len(words)
+words[0], words[2], words[3] = 5, 7, 0xFFFF
+launch.launch(1)
+"""
+    lines = run(program, libcuda).splitlines()
+    assert [line.split(" params ")[1] for line in lines] == [
+        "0x1 2 0x3 extra 0",
+        "0x5 2 0x7 extra 0",
+    ]
+
+
+def test_whether_a_device_has_a_context_is_asked_without_making_one(libcuda: Path) -> None:
+    """A context on every GPU of the host, in each of eight ranks, wastes their memory."""
+    program = "print(driver.has_context(0), driver.has_context(1), driver.device_count())"
+    assert run(program, libcuda) == "False True 2"
+
+
+def test_code_of_a_later_cuda_is_refused_before_the_driver_sees_it(libcuda: Path) -> None:
+    """The driver's own words for it name neither version (flashinfer 5145)."""
+    line = run("driver.load_library(CUBIN)", libcuda, CUDA_FAKE_VERSION="12090")
+    assert line == (
+        "llbf16_aot.compat.DriverTooOldError: the cubin was made by CUDA 13.4 and needs a driver "
+        "for CUDA 13.0 or newer, this one is for 12.9"
+    )
+    assert "cuLibraryLoadData ELF" in run("driver.load_library(CUBIN)", libcuda)
+
+
 def test_parameters_are_listed_up_to_the_last_one(libcuda: Path) -> None:
     """The driver cannot tell their number: stopping early would accept a kernel that takes more."""
-    program = "print(driver.param_info(driver.get_kernel(driver.load_library(b'?ELF'), 'kernel')))"
+    program = "print(driver.param_info(driver.get_kernel(driver.load_library(CUBIN), 'kernel')))"
     assert run(program, libcuda).splitlines()[-1] == "((0, 8), (8, 4), (16, 8))"
 
 
@@ -157,9 +206,10 @@ def test_the_inventory_lists_every_gpu_by_name_and_capability(libcuda: Path) -> 
 @pytest.mark.parametrize(
     ("program", "call"),
     [
-        ("driver.load_library(b'?ELF')", "cuLibraryLoadData"),
+        ("driver.load_library(CUBIN)", "cuLibraryLoadData"),
         ("driver.unload_library(1)", "cuLibraryUnload"),
         ("driver.bind_context(0)", "cuDevicePrimaryCtxRetain"),
+        ("driver.has_context(0)", "cuDevicePrimaryCtxGetState"),
         ("driver.param_info(0x3000)", "cuKernelGetParamInfo"),
         ("driver.make_ready(0x3000, 0, dynamic_shared_bytes=1)", "cuKernelSetAttribute"),
         ("driver.prepare(0x3000, CONFIG)(0, pack(0, 0, 0))", "cuLaunchKernelEx"),

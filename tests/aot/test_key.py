@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 from llbf16_aot import key as key_module
 from llbf16_aot.backends import (
     BACKENDS,
+    OPERANDS,
+    Bf16x3Config,
     Config,
     DotprodConfig,
+    Fp32Config,
     OneshotConfig,
     ProbeConfig,
     SplitkConfig,
@@ -42,6 +45,10 @@ CONFIGS: dict[str, Config] = {
     "dotprod": DotprodConfig(hidden=7168, tokens=1, block=128, experts_per_block=1),
     "splitk": SplitkConfig(split_k=6, stages=4),
     "oneshot": OneshotConfig(hidden=7168, tokens=8, experts_tile=8, split_k=4, warps=8, vectors=2),
+    "fp32": Fp32Config(
+        hidden=6144, tokens=8, experts_tile=16, experts_per_thread=4, split_k=8, warps=8, vectors=3
+    ),
+    "bf16x3": Bf16x3Config(tokens_tile=64, experts_tile=64, k_warps=2, split_k=8, stages=3),
     "probe": ProbeConfig("producer"),
 }
 
@@ -51,7 +58,7 @@ def make(backend: str, **changes: object) -> CompileKey:
         target="sm_90a",
         config=CONFIGS[backend],
         x_dtype=DType.BF16,
-        weight_dtype=DType.BF16,
+        weight_dtype=OPERANDS[backend][0][1],
         out_dtype=DType.FP32,
         layout=Layout.K_MAJOR,
         alignment_bytes=16,
@@ -174,8 +181,9 @@ def test_a_key_prints_every_part_of_its_configuration() -> None:
         ({"target": "sm_90"}, TargetError, "sm_90"),
         ({"target": "sm_80"}, TargetError, "sm_80"),
         ({"target": "gfx942"}, TargetError, "gfx942"),
-        ({"x_dtype": DType.FP16}, ConfigError, "x_dtype is fp16"),
-        ({"weight_dtype": DType.FP32}, ConfigError, "weight_dtype is fp32"),
+        ({"x_dtype": DType.FP16}, ConfigError, "fp16 x bf16, must be bf16 x bf16"),
+        ({"x_dtype": DType.FP32}, ConfigError, "fp32 x bf16, must be bf16 x bf16"),
+        ({"weight_dtype": DType.FP32}, ConfigError, "bf16 x fp32, must be bf16 x bf16"),
         ({"config": SplitkConfig(split_k=9, stages=4)}, ConfigError, "split_k is 9"),
     ],
 )
@@ -191,7 +199,21 @@ def test_good_keys_pass_their_check() -> None:
     """Catches a check that refuses everything."""
     for backend in BACKENDS:
         for target in ("sm_90a", "sm_100a", "sm_100f", "sm_103a", "sm_120a"):
-            make(backend, target=target).check()
+            for x_dtype, weight_dtype in OPERANDS[backend]:
+                make(backend, target=target, x_dtype=x_dtype, weight_dtype=weight_dtype).check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operands_of_another_family_are_refused(backend: str) -> None:
+    """Catches fp32 bytes that a bf16 kernel would read as twice as many numbers."""
+    for x_dtype in DType:
+        for weight_dtype in DType:
+            key = make(backend, x_dtype=x_dtype, weight_dtype=weight_dtype)
+            if (x_dtype, weight_dtype) in OPERANDS[backend]:
+                key.check()
+            else:
+                with pytest.raises(ConfigError, match=f"{x_dtype.value} x {weight_dtype.value}"):
+                    key.check()
 
 
 def test_a_refused_target_comes_with_a_target_to_use() -> None:

@@ -6,7 +6,7 @@ import threading
 
 import msgspec
 import pytest
-from fake_gpu import FakeDriver, artifact_for, buffer_of
+from fake_gpu import FakeDriver, FakeLaunch, artifact_for, buffer_of
 from hypothesis import given
 from hypothesis import strategies as st
 from llbf16_aot.backends import DotprodTile, SplitkTile
@@ -29,10 +29,13 @@ from llbf16_aot.problem import Problem, Target
 SM90 = Target.parse("sm_90a")
 OPERANDS = Operands(0x7F00_0000_0010, 0x7F00_0000_0020, 5, 264, 2880, 2888, 2**31 - 1, 0)
 OUT_ADDRESS = 0xFFFF_8000_0000_0004
+EXTRAS = {ParamSource.BIAS: 0x7F00_0000_0030, ParamSource.SCALE: 1.5}
 VALUES = {
     ParamSource.X: OPERANDS.x_address,
     ParamSource.WEIGHT: OPERANDS.weight_address,
     ParamSource.OUT: OUT_ADDRESS,
+    ParamSource.BIAS: 0x7F00_0000_0030,
+    ParamSource.SCALE: 0x3FC0_0000,  # 1.5 as the bits of a float
     ParamSource.TOKENS: 5,
     ParamSource.EXPERTS: 264,
     ParamSource.HIDDEN: 2880,
@@ -59,7 +62,7 @@ class RecordingDriver(FakeDriver):
         self.prepared = 0
         self.fail = False
 
-    def prepare(self, kernel: Kernel, config: LaunchConfig):  # type: ignore[no-untyped-def]
+    def prepare(self, kernel: Kernel, config: LaunchConfig) -> FakeLaunch:
         self.prepared += 1
 
         def launch(stream: int, params: bytes) -> None:
@@ -68,7 +71,7 @@ class RecordingDriver(FakeDriver):
                 raise DriverError("refused")
             self.buffers.append((stream, params))
 
-        return launch
+        return FakeLaunch(config, launch)
 
 
 @given(st.lists(st.sampled_from(list(ParamSource)), max_size=12))
@@ -79,8 +82,21 @@ def test_parameter_bytes_follow_the_record_for_any_list_of_parameters(
     driver = RecordingDriver()
     record = record_with(*sources)
     check_record(record)
-    Launcher(driver, Kernel(1), record, Problem(5, 264, 2880))(9, OPERANDS, OUT_ADDRESS)
+    launcher = Launcher(driver, Kernel(1), record, Problem(5, 264, 2880))
+    launcher(9, OPERANDS, OUT_ADDRESS, EXTRAS)
     assert driver.buffers == [(9, buffer_of(record, VALUES))]
+
+
+@pytest.mark.parametrize("source", [ParamSource.BIAS, ParamSource.SCALE])
+def test_a_kernel_is_not_launched_without_what_its_epilogue_takes(source: ParamSource) -> None:
+    """It would read address 0, which ends the process's use of the GPU, or scale all to zero."""
+    driver = RecordingDriver()
+    launcher = Launcher(
+        driver, Kernel(1), record_with(ParamSource.X, source), Problem(5, 264, 2880)
+    )
+    with pytest.raises(ValueError, match=f"takes {source.value}, and the call brings none"):
+        launcher(9, OPERANDS, OUT_ADDRESS)
+    assert (driver.buffers, launcher.calls) == ([], 0)
 
 
 def test_a_record_with_gaps_between_parameters_is_followed() -> None:

@@ -86,6 +86,8 @@ def test_targets_sort_by_number_and_then_by_suffix() -> None:
         Problem(tokens=1, experts=MAX_EXPERTS, hidden=MAX_HIDDEN),
         Problem(tokens=1, experts=7, hidden=2880, out_dtype=DType.BF16, pdl=False),
         Problem(tokens=1, experts=7, hidden=2880, out_dtype=DType.FP16),
+        Problem(tokens=65_536, experts=7, hidden=8, weight_dtype=DType.FP32),
+        Problem(tokens=32, experts=7, hidden=4, x_dtype=DType.FP32, weight_dtype=DType.FP32),
     ],
 )
 def test_problems_up_to_the_limits_are_accepted(problem: Problem) -> None:
@@ -106,8 +108,21 @@ def test_problems_up_to_the_limits_are_accepted(problem: Problem) -> None:
         (Problem(1, 256, 7), "hidden is 7"),
         (Problem(1, 256, MAX_HIDDEN + 8), "hidden is 1048584"),
         (Problem(1, 256, 7168, x_dtype=DType.FP16), "x_dtype is fp16"),
-        (Problem(1, 256, 7168, x_dtype=DType.FP32), "x_dtype is fp32"),
-        (Problem(1, 256, 7168, weight_dtype=DType.FP32), "weight_dtype is fp32"),
+        (Problem(1, 256, 7168, x_dtype=DType.FP32), "x_dtype is fp32 and weight_dtype bf16"),
+        (Problem(1, 256, 7168, weight_dtype=DType.FP16), "weight_dtype fp16"),
+        (Problem(65_537, 256, 7168, weight_dtype=DType.FP32), "tokens is 65537"),
+        (
+            Problem(33, 256, 7168, x_dtype=DType.FP32, weight_dtype=DType.FP32),
+            "tokens is 33, supported are 1 to 32",
+        ),
+        (
+            Problem(1, 256, 7164, weight_dtype=DType.FP32),
+            "hidden is 7164, supported are multiples of 8",
+        ),
+        (
+            Problem(1, 256, 7166, x_dtype=DType.FP32, weight_dtype=DType.FP32),
+            "hidden is 7166, supported are multiples of 4",
+        ),
         (Problem(1, 256, 7168, alignment_bytes=8), "alignment is 8 bytes"),
         (Problem(1, 256, 7168, alignment_bytes=32), "alignment is 32 bytes"),
     ],

@@ -14,12 +14,11 @@ import msgspec
 import pytest
 import support
 import torch
-from fake_gpu import FakeDevices, FakeDriver, MemoryStore, artifact_for, poison
+from fake_gpu import FakeDevices, FakeDriver, MemoryStore, poison
 from hypothesis import given
 from hypothesis import strategies as st
 from llbf16_aot import runtime as runtime_module
 from llbf16_aot.artifact import Artifact
-from llbf16_aot.dispatch import dispatch, load_table
 from llbf16_aot.errors import (
     AotError,
     ColdCaptureError,
@@ -32,61 +31,10 @@ from llbf16_aot.fallback import TorchProduct
 from llbf16_aot.launch import LaunchRecord
 from llbf16_aot.launcher import Launcher
 from llbf16_aot.loader import Loader
-from llbf16_aot.problem import DType, Problem, Target
+from llbf16_aot.problem import Problem
 from llbf16_aot.runtime import OnMiss, Runtime, Stats
 from llbf16_aot.store import Miss, MissReason, Store
-
-DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
-
-
-def artifact(
-    tokens: int,
-    experts: int,
-    hidden: int,
-    *,
-    out_dtype: torch.dtype = torch.float32,
-    pdl: bool = True,
-    target: str = "sm_90a",
-) -> Artifact:
-    problem = Problem(tokens, experts, hidden, DTYPES[out_dtype], pdl)
-    where = Target.parse(target)
-    return artifact_for(dispatch(problem, where, load_table("reference", where)))
-
-
-def counted(
-    *, hits: int, loads: int, misses: dict[str, int], fallbacks: int, library: int = 0
-) -> Stats:
-    return Stats(hits=hits, loads=loads, misses=misses, fallbacks=fallbacks, library=library)
-
-
-class Bench:
-    """A runtime, and the store, driver and devices that it is given."""
-
-    def __init__(self, *artifacts: Artifact, on_miss: OnMiss = "torch", pdl: bool = True) -> None:
-        self.store = MemoryStore(artifacts)
-        self.driver = FakeDriver(artifacts)
-        self.devices = FakeDevices()
-        self.runtime = Runtime(
-            self.store,
-            tuning="reference",
-            pdl=pdl,
-            on_miss=on_miss,
-            driver=self.driver,
-            devices=self.devices,
-        )
-
-
-def operands(tokens: int, experts: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(tokens * 1000 + experts)
-    x = torch.randn((tokens, hidden), generator=generator).bfloat16()
-    return x, torch.randn((experts, hidden), generator=generator).bfloat16()
-
-
-def error_of(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-    """Relative Frobenius error against float64."""
-    exact = x.double() @ weight.double().t()
-    return float((result.double() - exact).norm() / exact.norm())
+from runtime_kit import DTYPES, TOLERANCE, Bench, artifact, counted, error_of, operands
 
 
 @pytest.fixture
@@ -209,10 +157,10 @@ def test_malformed_calls_raise_before_anything_is_looked_up() -> None:
         TypeError, match=r"out_dtype is torch.float64, must be one of torch.float32"
     ):
         run(x, weight, out_dtype=torch.float64)
-    with pytest.raises(TypeError, match="pdl is 'auto', must be True or False"):
-        run(x, weight, pdl="auto")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"weight has dtype torch.float32"):
-        run(x, weight.float())
+    with pytest.raises(TypeError, match="pdl is 'on', must be True, False or \"auto\""):
+        run(x, weight, pdl="on")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"weight has dtype torch.float16"):
+        run(x, weight.half())
     with pytest.raises(ValueError, match="K = 60, must be a multiple of 8"):
         run(x[:, :60], weight[:, :60])
     with pytest.raises(TypeError, match=r"out has dtype torch.float32, out_dtype is torch.bf"):
@@ -229,7 +177,7 @@ def test_malformed_calls_raise_before_anything_is_looked_up() -> None:
     with pytest.raises(TypeError, match="weight requires grad"):
         run(x, torch.nn.Parameter(weight))
     assert bench.store.asked == []
-    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={}, fallbacks=0)
+    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={}, fallbacks=0, rejects=8)
 
 
 def test_cpu_tensors_are_refused_by_the_real_devices() -> None:
@@ -242,10 +190,10 @@ def test_cpu_tensors_are_refused_by_the_real_devices() -> None:
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     """A typing error taken as the default would hide misses that were meant to be errors."""
     with pytest.raises(
-        ValueError, match=r"on_miss is 'raise', must be one of \('torch', 'error'\)"
+        ValueError, match=r"on_miss is 'raise', must be one of \('torch', 'error', 'compile'\)"
     ):
         Runtime(MemoryStore(), on_miss="raise")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="pdl is 1, must be True or False"):
+    with pytest.raises(TypeError, match="pdl is 1, must be True, False"):
         Runtime(MemoryStore(), pdl=1)  # type: ignore[arg-type]
 
 
@@ -313,8 +261,11 @@ def test_under_the_error_policy_every_missed_call_raises(
             bench.runtime.run(*operands(1, 8, 64))
         assert "llbf16-aot build MANIFEST" in raised.value.hint
         assert raised.value.exit_code == 3
-    assert bench.runtime.stats() == counted(hits=0, loads=0, misses={"absent": 1}, fallbacks=0)
-    assert warnings_of() == []
+    assert bench.runtime.stats() == counted(
+        hits=0, loads=0, misses={"absent": 1}, fallbacks=0, rejects=2
+    )
+    (line,) = warnings_of()
+    assert "absent: no such entry. Calls raise MissError from now on. To mend it: list" in line
 
 
 def test_more_tokens_than_kernels_take_fall_back_under_one_entry(
@@ -572,7 +523,7 @@ def test_a_cold_call_during_capture_is_refused_and_a_warm_one_is_not() -> None:
     for _ in range(2):
         with pytest.raises(ColdCaptureError, match="first call for M=1 N=8 K=64") as raised:
             bench.runtime.run(x, weight)
-        assert raised.value.hint == "make the same call once before the capture"
+        assert raised.value.hint == "preload it, or make the same call once before the capture"
     assert (bench.store.asked, bench.driver.loads) == ([], 0)
     bench.devices.captured = False
     bench.runtime.run(x, weight)
@@ -581,7 +532,9 @@ def test_a_cold_call_during_capture_is_refused_and_a_warm_one_is_not() -> None:
     bench.devices.captured = True
     assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
     assert error_of(bench.runtime.run(*missed), *missed) <= 2e-6
-    assert bench.runtime.stats() == counted(hits=2, loads=1, misses={"absent": 1}, fallbacks=2)
+    assert bench.runtime.stats() == counted(
+        hits=2, loads=1, misses={"absent": 1}, fallbacks=2, rejects=2
+    )
 
 
 def test_the_tensors_device_is_made_current_for_the_call_and_only_for_it() -> None:

@@ -92,6 +92,8 @@ def test_layout_is_the_documented_one(store: Store, artifact: Artifact) -> None:
         ),
         f"v1/blobs/sha256/{named.digest[:2]}/{named.digest}": record,
         str(cubin_path(store, artifact).relative_to(store.root)): artifact.cubin,
+        "v1/locks/gate.lock": b"",
+        "v1/locks/store.lock": b"",
     }
     tag = (store.root / "CACHEDIR.TAG").read_bytes()
     assert tag.startswith(b"Signature: 8a477f597d28d172789f06886806bc55\n")

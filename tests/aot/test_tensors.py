@@ -37,7 +37,7 @@ BAD: list[tuple[str, object, object, type[Exception], str]] = [
     ("weight is None", GOOD[0], None, TypeError, "weight is NoneType, must be a torch.Tensor"),
     ("x is fp32", matrix(3, 64, torch.float32), GOOD[1], TypeError, "x has dtype torch.float32"),
     ("x is fp16", matrix(3, 64, torch.float16), GOOD[1], TypeError, "x has dtype torch.float16"),
-    ("weight fp32", GOOD[0], matrix(5, 64, torch.float32), TypeError, "weight has dtype torch.fl"),
+    ("weight fp16", GOOD[0], matrix(5, 64, torch.float16), TypeError, "weight has dtype torch.fl"),
     ("x is 1-D", matrix(3, 64)[0], GOOD[1], ValueError, r"x has shape \(64,\), must have 2 dim"),
     ("weight 3-D", GOOD[0], GOOD[1][None], ValueError, r"weight has shape \(1, 5, 64\), must have"),
     ("x sparse", matrix(3, 64).to_sparse(), GOOD[1], TypeError, "x has layout torch.sparse_coo"),

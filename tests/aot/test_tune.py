@@ -167,7 +167,8 @@ def test_a_tuned_table_dispatches_every_measured_cell_to_its_winner(
         assert key == keys(tokens)[TILES[2]]
     assert header.target == "sm_90a"
     assert header.origin.versions["torch"]
-    assert set(header.kernel_sources) == {"dotprod", "splitk", "oneshot", "probe"}
+    families = {"dotprod", "splitk", "oneshot", "fp32", "bf16x3", "probe"}
+    assert set(header.kernel_sources) == families
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,100 @@ def test_a_missing_kernel_names_itself_and_the_command() -> None:
     assert "llbf16-aot build MANIFEST --target sm_" in raised.value.hint
 
 
+def test_a_weight_written_just_before_its_first_call_is_read_as_written() -> None:
+    """Launched ahead of the copy, the kernel takes the weights that were there before."""
+    runtime = Runtime(on_miss="error")
+    x, first = operands(4)
+    runtime.run(x, first)
+    for number in range(50):
+        weight = torch.zeros_like(first)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000)  # the copy is still to come when the call is made
+        weight.data.copy_(first * (number + 1))
+        result = runtime.run(x, weight)
+        assert error_of(result, x, weight) <= 2e-6, number
+        torch.cuda._sleep(200_000)
+        weight.data.copy_(first * -1)
+        runtime.weights_updated(weight)
+        result = runtime.run(x, weight)
+        assert error_of(result, x, weight) <= 2e-6, number
+
+
+def test_the_ordinary_launch_and_the_dependent_one_give_the_same_bits() -> None:
+    """The wait inside a kernel must be nothing where there is nothing to wait for."""
+    runtime = Runtime(on_miss="error")
+    for tokens in (1, 3, 5, 8, 16):
+        x, weight = operands(tokens)
+        ordinary = runtime.run(x, weight)
+        assert torch.equal(runtime.run(x, weight), ordinary)
+        assert torch.equal(runtime.run(x, weight, pdl=True), ordinary)
+        runtime.weights_updated()
+        assert torch.equal(runtime.run(x, weight), ordinary)
+
+
+def test_a_preloaded_and_frozen_runtime_captures_its_first_call() -> None:
+    """Engines capture right after the load: nothing may be left to do at the first call."""
+    runtime = Runtime(on_miss="error")
+    report = runtime.preload("dsv4")
+    assert report.ok
+    assert torch.cuda.current_device() in report.devices
+    runtime.freeze()
+    for tokens in (1, 5, 16):
+        x, weight = operands(tokens, 384)
+        out = torch.empty((tokens, 384), device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            runtime.run(x, weight, out=out)
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            out.fill_(float("nan"))
+            graph.replay()
+            assert error_of(out, x, weight) <= 2e-6
+    assert runtime.stats().fallbacks == 0
+
+
+def test_the_operator_works_in_torch_compile_and_in_a_graph() -> None:
+    """A fake that is wrong of strides or types shows in the compiled graph only."""
+    import llbf16_aot.ops  # noqa: F401 - registers the operators
+
+    x, weight = operands(3)
+    with torch.inference_mode():
+        torch.library.opcheck(torch.ops.llbf16.router_gemm.default, (x, weight))
+        out = torch.empty((3, 256), device="cuda")
+        torch.library.opcheck(torch.ops.llbf16.router_gemm_out.default, (x, weight, out))
+
+    def route(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = torch.ops.llbf16.router_gemm(x * 2, weight)
+        return logits
+
+    compiled = torch.compile(route, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for tokens in (2, 5, 16, 70):
+            x, weight = operands(tokens)
+            assert error_of(compiled(x, weight), x * 2, weight) <= 1e-5
+            if tokens <= 16:
+                assert torch.equal(compiled(x, weight), route(x, weight))
+
+
+def test_a_warm_call_is_served_with_an_output_and_in_another_mode() -> None:
+    """The short way of a call must recognise CUDA tensors as the CPU tests recognise theirs."""
+    runtime = Runtime(on_miss="error")
+    x, values = operands(4)
+    weight = torch.nn.Parameter(values)
+    out = torch.empty((4, 256), device="cuda")
+    for _ in range(3):
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                assert error_of(runtime.run(x, weight), x, values) <= 2e-6
+                out.fill_(float("nan"))
+                assert runtime.run(x, weight, out=out) is out
+                assert error_of(out, x, values) <= 2e-6
+        with pytest.raises(TypeError, match="weight requires grad"):
+            runtime.run(x, weight)
+    routes = runtime._weights[id(weight)].routes
+    assert all(type(r.admits).__name__ == "builtin_function_or_method" for r in routes.values())
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
 def test_tensors_of_another_gpu_are_computed_there(runtime: Runtime) -> None:
     """Launched in the current device's context the kernel would read another GPU's addresses."""
