@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from .backends import BACKENDS, Tile, backend_name
+from .backends import BACKENDS, OPERANDS, Tile, backend_name
 from .errors import (
     ConfigError,
     LibraryChosenError,
@@ -20,6 +20,7 @@ from .errors import (
     UnsupportedProblemError,
 )
 from .files import read_regular
+from .fp32_tiles import default_tile
 from .key import CompileKey, check_target
 from .problem import DType, Problem, Target
 
@@ -65,18 +66,26 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tile for the problems within its ranges, both ends included; an absent range admits all."""
+    """A tile for the problems within its ranges, both ends included; an absent range admits all.
+
+    `weight_dtype` tells for which weights the rule is, and bf16 goes without saying. A rule admits
+    no x of a type that its tile's family does not take.
+    """
 
     use: Tile | LibraryTile
     tokens: tuple[int, int] | None = None
     experts: tuple[int, int] | None = None
     hidden: tuple[int, int] | None = None
     measured: Figures | None = None
+    weight_dtype: DType = DType.BF16
 
     def admits(self, problem: Problem) -> bool:
-        """Whether the problem lies within every range."""
+        """Whether the rule is for the problem's operands, and the problem within every range."""
+        operands = (problem.x_dtype, problem.weight_dtype)
         return (
-            (self.tokens is None or self.tokens[0] <= problem.tokens <= self.tokens[1])
+            self.weight_dtype is problem.weight_dtype
+            and (isinstance(self.use, LibraryTile) or operands in OPERANDS[backend_name(self.use)])
+            and (self.tokens is None or self.tokens[0] <= problem.tokens <= self.tokens[1])
             and (self.experts is None or self.experts[0] <= problem.experts <= self.experts[1])
             and (self.hidden is None or self.hidden[0] <= problem.hidden <= self.hidden[1])
         )
@@ -95,7 +104,8 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tuning table for one target: the first rule that admits a problem decides.
 
-    The last rule has no range, so every problem finds a rule.
+    The last rule is for bf16 weights and has no range, so every problem with such weights finds a
+    rule. One with fp32 weights that finds none is served by `fp32_tiles.default_tile`.
     """
 
     schema: int
@@ -109,6 +119,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         for rule in self.rules:
             if rule.admits(problem):
                 return rule.use
+        if problem.weight_dtype is DType.FP32:
+            return default_tile(problem)
         raise TuningTableError(f"tuning table {self.name} has no rule for {problem}")
 
 
@@ -158,10 +170,22 @@ def _load_table(path: str) -> Table:
             f"{path}: schema is {table.schema}, this version reads {TABLE_SCHEMA}"
         )
     last = table.rules[-1] if table.rules else None
-    if last is None or not (last.tokens is last.experts is last.hidden is None):
+    if last is None or not (
+        last.tokens is last.experts is last.hidden is None and last.weight_dtype is DType.BF16
+    ):
         raise TuningTableError(
-            f"{path}: the last rule must have no range, so that every problem finds a rule"
+            f"{path}: the last rule must be for bf16 weights and have no range, "
+            "so that every problem finds a rule"
         )
+    for number, rule in enumerate(table.rules):
+        if isinstance(rule.use, LibraryTile):
+            continue
+        family = backend_name(rule.use)
+        if rule.weight_dtype not in {weight for _, weight in OPERANDS[family]}:
+            raise TuningTableError(
+                f"{path}: rules[{number}] uses {family} for {rule.weight_dtype.value} weights, "
+                "which that family does not take"
+            )
     return table
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llbf16_aot.backends import DotprodConfig, DotprodTile, SplitkConfig, SplitkTile
+from llbf16_aot.backends import (
+    Bf16x3Tile,
+    DotprodConfig,
+    DotprodTile,
+    Fp32Config,
+    Fp32Tile,
+    OneshotConfig,
+    SplitkConfig,
+    SplitkTile,
+)
 from llbf16_aot.dispatch import (
     PACKAGED_TABLES,
     LibraryTile,
@@ -32,6 +41,9 @@ from llbf16_aot.key import CompileKey
 from llbf16_aot.problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, DType, Problem, Target
 
 SM_90A = Target.parse("sm_90a")
+FP32_TILE = {
+    "experts_tile": 16, "experts_per_thread": 4, "split_k": 8, "warps": 8, "vectors": 3
+}  # fmt: skip
 TARGETS = ("sm_90a", "sm_100a", "sm_100f", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
 
 # The published rule, written down once more and in another form than the tables: (hidden, experts)
@@ -247,6 +259,83 @@ def test_a_table_may_leave_a_problem_to_the_library() -> None:
     assert not isinstance(caught.value, LibraryChosenError)
 
 
+def test_a_rule_serves_the_weights_that_it_names_alone() -> None:
+    """Catches a bf16 kernel that is chosen for fp32 weights, and the reverse.
+
+    A problem with fp32 weights that no rule admits has a tile all the same.
+    """
+    mine = Fp32Tile(8, 2, 4, 4, 2)
+    rules = (
+        Rule(use=mine, tokens=(1, 8), weight_dtype=DType.FP32),
+        Rule(use=LibraryTile(), tokens=(9, 16), weight_dtype=DType.FP32),
+        Rule(use=SplitkTile()),
+    )
+    table = Table(schema=1, name="mine", source="", rules=rules)
+    wide = {"weight_dtype": DType.FP32}
+    key = dispatch(Problem(8, 256, 2048, **wide), SM_90A, table)  # type: ignore[arg-type]
+    assert key.weight_dtype is DType.FP32
+    assert isinstance(key.config, Fp32Config)
+    assert (key.config.experts_tile, key.config.vectors) == (8, 2)
+    with pytest.raises(LibraryChosenError):
+        dispatch(Problem(16, 256, 2048, **wide), SM_90A, table)  # type: ignore[arg-type]
+    later = dispatch(Problem(17, 256, 2048, **wide), SM_90A, table)  # type: ignore[arg-type]
+    assert later.backend == "oneshot"
+    assert later.weight_dtype is DType.FP32
+    assert dispatch(Problem(8, 256, 2048), SM_90A, table).backend == "splitk"
+    # bf16x3 takes no x in fp32: its rule is none for such a problem.
+    first = Rule(use=Bf16x3Tile(32, 16, 4, 8, 4), weight_dtype=DType.FP32)
+    table = Table(schema=1, name="mine", source="", rules=(first, *rules))
+    assert dispatch(Problem(8, 256, 2048, **wide), SM_90A, table).backend == "bf16x3"  # type: ignore[arg-type]
+    problem = Problem(8, 256, 2048, x_dtype=DType.FP32, weight_dtype=DType.FP32)
+    assert dispatch(problem, SM_90A, table).config == key.config
+
+
+@pytest.mark.parametrize("name", PACKAGED_TABLES)
+@given(
+    tokens=st.one_of(st.integers(1, 66), st.integers(1, 65_536)),
+    experts=st.one_of(st.integers(1, 1024), st.integers(1, MAX_EXPERTS)),
+    quads=st.one_of(st.integers(1, 4096), st.integers(1, MAX_HIDDEN // 4)),
+    x_dtype=st.sampled_from((DType.BF16, DType.FP32)),
+    target=st.sampled_from(TARGETS),
+)
+def test_every_problem_with_fp32_weights_is_served(
+    name: str, tokens: int, experts: int, quads: int, x_dtype: DType, target: str
+) -> None:
+    """Catches a shape that no tile serves: any K of 16-byte rows, any N, any M of its operands."""
+    problem = Problem(tokens, experts, 4 * quads, x_dtype=x_dtype, weight_dtype=DType.FP32)
+    wanted = Target.parse(target)
+    if (x_dtype is DType.BF16 and quads % 2) or (x_dtype is DType.FP32 and tokens > 32):
+        with pytest.raises(UnsupportedProblemError):
+            dispatch(problem, wanted, load_table(name, wanted))
+        return
+    key = dispatch(problem, wanted, load_table(name, wanted))
+    key.check()
+    assert (key.x_dtype, key.weight_dtype) == (x_dtype, DType.FP32)
+    allowed = {"fp32"} if tokens <= 32 else {"bf16x3"}
+    if x_dtype is DType.BF16 and 3 <= tokens <= 64:
+        allowed.add("oneshot")
+    assert key.backend in allowed
+    if isinstance(key.config, OneshotConfig):
+        assert key.config.terms == 3
+        assert key.config.hidden == problem.hidden
+    if key.backend == "fp32":
+        assert isinstance(key.config, Fp32Config)
+        assert key.config.tokens >= tokens
+        assert key.config.hidden == problem.hidden
+
+
+def test_one_artifact_serves_every_number_of_tokens_above_64() -> None:
+    """Catches a key that depends on M where M is unbounded: nobody could build them all."""
+    keys = {
+        dispatch(
+            Problem(tokens, 256, 6144, weight_dtype=DType.FP32), SM_90A, load_table(table, SM_90A)
+        )
+        for tokens in (65, 66, 127, 128, 129, 1000, 4096, 65_536)
+        for table in PACKAGED_TABLES
+    }
+    assert len(keys) == 1
+
+
 def test_the_first_rule_that_admits_a_problem_decides() -> None:
     """Catches a search that prefers the last or the narrowest rule; ranges include both ends."""
     rules = (
@@ -430,7 +519,26 @@ def test_a_folder_without_a_table_for_the_target_says_which_file_to_add(tmp_path
         (table_text(schema="1"), "schema"),
         (table_text(schema=2), "schema is 2"),
         (table_text(colour="red"), "unknown field `colour`"),
-        (table_text(rules=[]), "last rule must have no range"),
+        (table_text(rules=[]), "last rule must be for bf16 weights and have no range"),
+        (
+            table_text(rules=[{"weight_dtype": "fp32", "use": {"backend": "fp32", **FP32_TILE}}]),
+            "last rule",
+        ),
+        (
+            table_text(
+                rules=[{"use": {"backend": "fp32", **FP32_TILE}}, {"use": {"backend": "splitk"}}]
+            ),
+            "rules[0] uses fp32 for bf16 weights",
+        ),
+        (
+            table_text(
+                rules=[
+                    {"weight_dtype": "fp32", "use": {"backend": "splitk"}},
+                    {"use": {"backend": "splitk"}},
+                ]
+            ),
+            "rules[0] uses splitk for fp32 weights",
+        ),
         (table_text(rules=[{"tokens": [1, 64], "use": {"backend": "splitk"}}]), "last rule"),
         (table_text(rules=[{"experts": [1, 9], "use": {"backend": "splitk"}}]), "last rule"),
         (table_text(rules=[{"hidden": [1, 9], "use": {"backend": "splitk"}}]), "last rule"),
