@@ -84,7 +84,7 @@ def search_space(hidden: int, tokens: int) -> tuple[Tile, ...]:
     problem = Problem(tokens, 1, hidden)
     oneshot = _oneshot(problem)
     late = oneshot if tokens > LATE_RELEASE_TOKENS else ()
-    tiles = (
+    tiles: tuple[Tile, ...] = (
         *oneshot,
         *(msgspec.structs.replace(tile, release="wait") for tile in late),
         *_dotprod(problem),

@@ -104,7 +104,8 @@ def check_bias(
     """
     if not isinstance(bias, torch.Tensor):
         raise TypeError(f"bias is {type(bias).__name__}, must be a torch.Tensor or None")
-    epilogue = _BIASES.get(DTYPES.get(bias.dtype))
+    dtype = DTYPES.get(bias.dtype)
+    epilogue = None if dtype is None else _BIASES.get(dtype)
     if epilogue is None:
         raise TypeError(f"bias has dtype {bias.dtype}, must be torch.float32 or torch.bfloat16")
     if bias.layout is not torch.strided:

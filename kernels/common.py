@@ -118,7 +118,7 @@ def split(weights: Sequence[Any]) -> list[Sequence[Any]]:
     if len(weights) == 1:
         return [weights[0]]
     words = [weights[i // 4][i % 4] for i in range(8)]
-    terms = []
+    terms: list[Sequence[Any]] = []
     for _ in range(3):
         terms.append(
             [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import gpu_plan
 import torch
-from gpu_plan import Case
+from gpu_plan import Case, WideCase
 from gpu_report import Report
 
 GUARD_BYTES = 256
@@ -20,7 +20,7 @@ Run = Callable[..., torch.Tensor]
 class Output:
     """A poisoned [M, N] output inside guard bands, at an address aligned to its element only."""
 
-    def __init__(self, case: Case, device: str = "cuda") -> None:
+    def __init__(self, case: Case | WideCase, device: str = "cuda") -> None:
         dtype = TORCH_TYPES[case.out_dtype]
         self._start = GUARD_BYTES + dtype.itemsize
         self._end = self._start + case.tokens * case.experts * dtype.itemsize
@@ -53,9 +53,34 @@ def operands(
     )
 
 
-def _random(rows: int, hidden: int, pad: int, device: str) -> torch.Tensor:
+class Wide:
+    """Fresh operands of a wide case, with its bias or scale, and the exact result."""
+
+    def __init__(self, case: WideCase, device: str = "cuda") -> None:
+        x_type, weight_type = TORCH_TYPES[case.x_dtype], TORCH_TYPES[case.weight_dtype]
+        self.x = _random(case.tokens, case.hidden, 0, device, x_type)
+        self.weight = _random(case.experts, case.hidden, 0, device, weight_type)
+        self.extra: dict[str, object] = {}
+        self.exact = exact_product(self.x, self.weight)
+        if case.epilogue.startswith("bias"):
+            dtype = TORCH_TYPES[case.epilogue.removeprefix("bias_")]
+            bias = (torch.randn(case.experts, device=device) * case.hidden**0.5).to(dtype)
+            self.extra["bias"] = bias
+            self.exact = self.exact + bias.double()
+        elif case.epilogue == "scale":
+            self.extra["scale"] = 0.375
+            self.exact = self.exact * 0.375
+
+    def call(self, run: Run, case: WideCase, out: torch.Tensor, x: torch.Tensor) -> None:
+        dtype = TORCH_TYPES[case.out_dtype]
+        run(x, self.weight, out=out, out_dtype=dtype, pdl=case.pdl, **self.extra)
+
+
+def _random(
+    rows: int, hidden: int, pad: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     stride = hidden + pad
-    room = torch.full((rows * stride + 128,), float("nan"), dtype=torch.bfloat16, device=device)
+    room = torch.full((rows * stride + 128,), float("nan"), dtype=dtype, device=device)
     view = room[64 : 64 + rows * stride].view(rows, stride)[:, :hidden]
     view.copy_(torch.randn((rows, hidden), device=device))
     return view
@@ -65,7 +90,9 @@ def exact_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.double() @ weight.double().t()
 
 
-def judge(report: Report, case: Case, out: Output, exact: torch.Tensor, what: object) -> None:
+def judge(
+    report: Report, case: Case | WideCase, out: Output, exact: torch.Tensor, what: object
+) -> None:
     """Raise where an output is wrong, not finite or wrote beside its memory."""
     error, finite, guards = out.faults(exact)
     if finite:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import gpu_plan
 import torch
-from gpu_case import Output, Run, call, exact_product, judge, operands
-from gpu_plan import Case
+from gpu_case import Output, Run, Wide, call, exact_product, judge, operands
+from gpu_plan import Case, WideCase
 from gpu_producer import Producers
 from gpu_report import Report, machine_facts, pytest_facts
 
@@ -43,6 +43,33 @@ def check_grid(report: Report, runs: dict[str, Run]) -> None:
             stats = run.__self__.stats()  # type: ignore[attr-defined]
             if stats.library or stats.fallbacks or stats.misses:
                 raise ValueError(f"table {table}: {stats}")
+
+
+def check_wide(report: Report, runs: dict[str, Run]) -> None:
+    """fp32 weights and epilogues: right, the same bits in every run, and behind a late producer."""
+    for case in gpu_plan.wide_cases():
+        with report.case(case):
+            wide = Wide(case)
+            outs = [Output(case) for _ in range(3)]
+            for out in outs:
+                wide.call(runs[case.table], case, out.tensor, wide.x)
+            judge(report, case, outs[0], wide.exact, case)
+            first = outs[0].tensor.view(torch.uint8)
+            if not all(out.tensor.view(torch.uint8).equal(first) for out in outs):
+                raise ValueError("other bits in 3 runs")
+    producers = Producers()
+    for name, case in gpu_plan.WIDE_SINGLES.items():
+        for pdl in (True, False):
+            with report.case(f"{name} pdl={pdl}, x written late"):
+                wide = Wide(case)
+                asked = case._replace(pdl=pdl)
+                out, x = Output(asked), torch.full_like(wide.x, float("nan"))
+                wide.call(runs[case.table], asked, out.tensor, wide.x)
+                out.poison()
+                torch.cuda.synchronize()
+                producers.late_copy(x, wide.x.contiguous())
+                wide.call(runs[case.table], asked, out.tensor, x)
+                judge(report, asked, out, wide.exact, asked)
 
 
 def check_views(report: Report, runs: dict[str, Run]) -> None:
@@ -249,7 +276,7 @@ def check_sanitizer(report: Report, store: Path) -> None:
     tool = found or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     results: dict[str, dict[str, object]] = {}
     report.facts["sanitizer"] = results
-    for backend in gpu_plan.FORCED:
+    for backend in (*gpu_plan.FORCED, *gpu_plan.WIDE_SINGLES):
         for check in ("memcheck", "racecheck"):
             report.alive()
             with report.case(f"{check} {backend}"):
@@ -283,6 +310,8 @@ def check_sanitizer(report: Report, store: Path) -> None:
 def single(backend: str, store: Path) -> int:
     """A few launches of one backend, judged on the CPU so that few other kernels run."""
     runs = runtimes(store, Path(tempfile.mkdtemp()))
+    if backend in gpu_plan.WIDE_SINGLES:
+        return _single_wide(gpu_plan.WIDE_SINGLES[backend], runs)
     faults = 0
     for hidden, experts, tokens in ((2880, 7, 17), (7168, 256, 3), (2304, 264, 16)):
         case = Case(backend, hidden, experts, tokens, "fp32", True)
@@ -298,6 +327,19 @@ def single(backend: str, store: Path) -> int:
         faults += not good
     print("SINGLE WRONG" if faults else "SINGLE OK", flush=True)
     return 1 if faults else 0
+
+
+def _single_wide(case: WideCase, runs: dict[str, Run]) -> int:
+    wide, room = Wide(case, device="cpu"), Output(case, device="cpu")
+    out = torch.empty_like(room.tensor, device="cuda")
+    out.copy_(room.tensor)
+    runs[case.table](wide.x.contiguous().cuda(), wide.weight.contiguous().cuda(), out=out, pdl=True)
+    room.tensor.copy_(out)
+    error, finite, _ = room.faults(wide.exact)
+    good = finite and error <= gpu_plan.TOLERANCE["fp32"]
+    print(f"{case}: relative error {error:.3e}, finite {finite}", flush=True)
+    print("SINGLE OK" if good else "SINGLE WRONG", flush=True)
+    return 0 if good else 1
 
 
 def runtimes(store: Path, folder: Path) -> dict[str, Run]:
@@ -327,6 +369,7 @@ def check(options: argparse.Namespace) -> int:
         runs = runtimes(options.store, Path(folder))
         for name, part in (
             ("grid", check_grid),
+            ("wide", check_wide),
             ("views", check_views),
             ("same_bits", check_same_bits),
             ("graphs", check_graphs),
@@ -373,7 +416,7 @@ def main() -> int:
     run.add_argument("--junit", type=Path, help="result file of the pytest run to take in")
     run.add_argument("--seed", type=int, default=0)
     one = commands.add_parser("single", help="a few launches of one backend")
-    one.add_argument("backend", choices=list(gpu_plan.FORCED))
+    one.add_argument("backend", choices=[*gpu_plan.FORCED, *gpu_plan.WIDE_SINGLES])
     one.add_argument("--store", type=_absolute, required=True)
     options = parser.parse_args()
     if options.command == "manifests":

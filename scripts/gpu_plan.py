@@ -78,6 +78,93 @@ def cases() -> Iterator[Case]:
                         yield Case(table, hidden, experts, tokens, out_dtype, pdl)
 
 
+class WideCase(NamedTuple):
+    """One product with fp32 weights, a bias or a scale, by the table `default` or a forced one."""
+
+    table: str
+    hidden: int
+    experts: int
+    tokens: int
+    out_dtype: str
+    pdl: bool
+    x_dtype: str
+    weight_dtype: str
+    epilogue: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.table} K={self.hidden} N={self.experts} M={self.tokens} {self.x_dtype} x "
+            f"{self.weight_dtype} -> {self.out_dtype} {self.epilogue} "
+            f"pdl={'on' if self.pdl else 'off'}"
+        )
+
+
+class WideRouter(NamedTuple):
+    """Routers of one shape whose every combination is checked, and built by one manifest."""
+
+    table: str
+    hidden: int
+    experts: int
+    tokens: tuple[int, ...]
+    x_dtype: str
+    weight_dtype: str
+    out_dtypes: tuple[str, ...]
+    epilogues: tuple[str, ...]
+
+    def cases(self) -> Iterator[WideCase]:
+        """Every case of the router."""
+        for out_dtype in self.out_dtypes:
+            for epilogue in self.epilogues:
+                for pdl in (True, False):
+                    for tokens in self.tokens:
+                        yield WideCase(
+                            self.table,
+                            self.hidden,
+                            self.experts,
+                            tokens,
+                            out_dtype,
+                            pdl,
+                            self.x_dtype,
+                            self.weight_dtype,
+                            epilogue,
+                        )
+
+
+EPILOGUES = ("bias_fp32", "bias_bf16", "scale")
+
+WIDE = (
+    *(
+        WideRouter("default", *shape, tokens, x_dtype, "fp32", OUT_DTYPES, ("none",))
+        for shape in ((6144, 256), (2880, 7), (3072, 256))
+        for x_dtype, tokens in (
+            ("bf16", (1, 2, 3, 8, 9, 16, 17, 32, 33, 64, 65, 100, 512)),
+            ("fp32", (1, 3, 8, 16, 17, 32)),
+        )
+    ),
+    WideRouter("default", 6148, 64, (1, 5, 32), "fp32", "fp32", ("fp32",), ("none",)),
+    WideRouter("default", 2880, 7, (2, 16, 33, 100), "bf16", "fp32", ("fp32", "bf16"), EPILOGUES),
+    *(
+        WideRouter(table, *shape, (1, 4, 16, 33), "bf16", "bf16", ("fp32", "bf16"), EPILOGUES)
+        for table in FORCED
+        for shape in ((2880, 32), (7168, 256), (2304, 7))
+    ),
+)
+"""What is checked beside the grid: fp32 weights with all that serves them, and epilogues."""
+
+WIDE_SINGLES = {
+    "fp32": WideCase("default", 2880, 7, 2, "fp32", True, "bf16", "fp32", "none"),
+    "oneshot-fp32": WideCase("default", 2880, 7, 16, "fp32", True, "bf16", "fp32", "none"),
+    "bf16x3": WideCase("default", 2880, 7, 100, "fp32", True, "bf16", "fp32", "none"),
+}
+"""Cases for compute-sanitizer, one for each kernel that takes fp32 weights."""
+
+
+def wide_cases() -> Iterator[WideCase]:
+    """Every case of `WIDE`."""
+    for router in WIDE:
+        yield from router.cases()
+
+
 def write_tables(folder: Path) -> dict[str, str]:
     """Write the tables that force a backend; the name or path by which each table is loaded."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +190,33 @@ def write_manifests(folder: Path) -> list[Path]:
         path = folder / f"gpu-check-{table}.yaml"
         path.write_text(_manifest(table, names[table]), encoding="utf-8")
         written.append(path)
-    return written
+    path = folder / "gpu-check-wide.yaml"
+    path.write_text(_wide_manifest(names), encoding="utf-8")
+    return [*written, path]
+
+
+def _wide_manifest(names: dict[str, str]) -> str:
+    lines = [
+        "# What the GPU check asks of fp32 weights and of epilogues.",
+        "schema: 1",
+        "name: gpu-check-wide",
+        f"targets: [{TARGET}]",
+        "routers:",
+    ]
+    for number, router in enumerate(WIDE):
+        fields = {
+            "model": f"wide-{number}",
+            "hidden": router.hidden,
+            "experts": router.experts,
+            "tokens": list(router.tokens),
+            "x_dtype": router.x_dtype,
+            "weight_dtype": router.weight_dtype,
+            "out_dtype": list(router.out_dtypes),
+            "epilogue": list(router.epilogues),
+            "tuning": names[router.table],
+        }
+        lines.append(f"  - {msgspec.json.encode(fields).decode()}")
+    return "\n".join(lines) + "\n"
 
 
 def _manifest(table: str, tuning: str) -> str:

@@ -59,3 +59,14 @@ def test_a_bad_value_hurts_only_who_asks_for_it() -> None:
     """Catches `llbf16-aot list` that fails because of a setting of `build`."""
     environment = Environment({"LLBF16_AOT_JOBS": "many", "LLBF16_AOT_TUNING": "default"})
     assert environment.tuning == "default"
+
+
+def test_the_switch_of_the_vllm_plugin_is_0_or_1() -> None:
+    """Catches `LLBF16_AOT_VLLM=false` that is read as on: whoever sets it wants it off."""
+    assert Environment({}).vllm
+    assert Environment({"LLBF16_AOT_VLLM": ""}).vllm
+    assert Environment({"LLBF16_AOT_VLLM": "1"}).vllm
+    assert not Environment({"LLBF16_AOT_VLLM": "0"}).vllm
+    for text in ("false", "no", "2", " 0"):
+        with pytest.raises(UsageError, match="LLBF16_AOT_VLLM"):
+            _ = Environment({"LLBF16_AOT_VLLM": text}).vllm
