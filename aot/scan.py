@@ -106,8 +106,13 @@ def scan(store: Store) -> Scan:
             return Scan((), {}, frozenset())
         with uncollected():
             found = scan_in(version)
+            second: dict[str, Entry] = {}
+            if any(entry.reason is not None for entry in found.entries):
+                # Its date and its ref, too: what an error hid the first time would be taken for old.
+                second = {entry.digest: entry for entry in scan_in(version).entries}
     entries = []
-    for entry in found.entries:
+    for first in found.entries:
+        entry = first if first.reason is None else second.get(first.digest, first)
         if entry.reason is None:
             entries.append(entry)
             continue

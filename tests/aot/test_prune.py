@@ -627,3 +627,26 @@ def test_every_plan_removes_exactly_what_the_rules_say(
     needed_blobs = {blob.digest for e in kept for blob in e.blobs}
     assert {blob.digest for blob in plan.blobs} == set(found.blobs) - needed_blobs
     assert set(plan.misdated) == {e.digest for e in kept if e.used_ns > NOW}
+
+
+def test_a_ref_that_could_not_be_read_once_keeps_its_date(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: after a short trouble with the disk a fresh entry counts as the oldest of all."""
+    artifact = distinct(1)
+    store.publish(artifact)
+    real = Directory.read_dated
+    troubles = [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def read(self: Directory, *arguments: object, **named: object) -> object:
+        if troubles:
+            raise troubles.pop()
+        return real(self, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Directory, "read_dated", read)
+    (entry,) = scan(store).entries
+    assert not troubles
+    assert entry.reason is None
+    assert entry.record == artifact.record
+    assert entry.used_ns == ref(store, artifact.digest).stat().st_mtime_ns
+    assert entry.line == ref(store, artifact.digest).read_bytes()
