@@ -14,7 +14,7 @@ import msgspec
 from .dispatch import Origin, Table, dispatch
 from .errors import AotError, LibraryChosenError, NotFoundError, UsageError
 from .files import read_regular
-from .problem import Problem
+from .problem import DType, Problem
 from .survey import LIBRARY_TEXT, tile_text
 from .timing import REPLAYS, ROUNDS, Bench, Call, Lab, Sample, Way, middle
 
@@ -62,6 +62,7 @@ class BenchCell(
     cublas: str
     floor_us: float
     empty_us: float
+    weight_dtype: DType = DType.BF16
     torch_compile_us: float | None = None
     cold_us: float | None = None
     hot_us: float | None = None
@@ -160,7 +161,7 @@ def bench_cell(
     `ways` are measured beside the one after the producer. Raises NotFoundError where the store
     lacks the kernel, and AotError where its results are wrong.
     """
-    bench = lab.bench(problem.hidden, problem.experts, problem.tokens)
+    bench = lab.bench(problem.hidden, problem.experts, problem.tokens, problem.weight_dtype)
     library = bench.library()
     calls = {**library, EMPTY: bench.empty()}
     ours, config = _ours(lab, bench, problem, table)
@@ -187,6 +188,7 @@ def bench_cell(
         cublas=name,
         floor_us=_digits(found[EMPTY].us + weight_bytes / copy_bytes_per_s * 1e6),
         empty_us=_digits(found[EMPTY].us),
+        weight_dtype=problem.weight_dtype,
         torch_compile_us=_digits(found[COMPILED].us) if COMPILED in found else None,
         cold_us=_way(timed, Way.COLD, (OURS,)),
         hot_us=_way(timed, Way.HOT, (OURS,)),

@@ -34,6 +34,9 @@ COPY_BYTES = 1 << 30
 COPY_CALLS = 4
 COPY_REPLAYS = 10
 
+DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16}
+TORCH_TYPES = {ours: dtype for dtype, ours in DTYPES.items()}
+
 _NVRM = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 
 
@@ -111,7 +114,7 @@ class GpuLab:
         self.loader = Loader(store, "default", driver)
         self.loader.driver.bind_context(index)
         self.timer = GraphTimer(self.device) if timer is None else timer
-        self._weights: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._weights: tuple[tuple[int, int, DType], torch.Tensor] | None = None
 
     @property
     def target(self) -> Target:
@@ -141,12 +144,15 @@ class GpuLab:
         )
         return 2 * COPY_BYTES / (per_call(replays, COPY_CALLS).us * 1e-6)
 
-    def bench(self, hidden: int, experts: int, tokens: int) -> GpuBench:
-        """Operands for a problem; the weights of another shape are given up."""
-        shape = (hidden, experts)
-        if self._weights is None or self._weights[0] != shape:
+    def bench(
+        self, hidden: int, experts: int, tokens: int, weight_dtype: DType = DType.BF16
+    ) -> GpuBench:
+        """Operands for a problem, x in bf16; weights of another shape or type are given up."""
+        kind = (hidden, experts, weight_dtype)
+        if self._weights is None or self._weights[0] != kind:
             self._weights = None
-            self._weights = (shape, _random(self.device, CALLS, experts, hidden))
+            dtype = TORCH_TYPES[weight_dtype]
+            self._weights = (kind, _random(self.device, CALLS, experts, hidden, dtype=dtype))
         return GpuBench(self, self._weights[1], tokens)
 
 
@@ -157,7 +163,7 @@ class GpuBench:
         _, experts, hidden = weights.shape
         self._lab = lab
         self._weights = weights
-        self._problem = Problem(tokens, experts, hidden)
+        self._problem = Problem(tokens, experts, hidden, weight_dtype=DTYPES[weights.dtype])
         self._source = _random(lab.device, tokens, hidden)
         self._x = self._source.clone()
         self._out = torch.empty((tokens, experts), dtype=torch.float32, device=lab.device)
@@ -173,8 +179,15 @@ class GpuBench:
         return self._call(found, self._operands, self._out)
 
     def library(self) -> dict[str, Call]:
-        """The library's products: a bf16 output, and an fp32 one where torch has it here."""
+        """The library's products: a bf16 output, and an fp32 one where torch has it here.
+
+        For fp32 weights the one that there is: x is cast to fp32 in each call.
+        """
         x, weights = self._x, self._weights
+        if weights.dtype is torch.float32:
+            return {
+                "F.linear": lambda i: _discard(functional.linear(x.float(), weights[i])),
+            }
         calls: dict[str, Call] = {"F.linear": lambda i: _discard(functional.linear(x, weights[i]))}
         try:
             torch.mm(x, weights[0].t(), out_dtype=torch.float32)
@@ -228,7 +241,7 @@ class GpuBench:
         """What is wrong with a kernel's results, on fresh inputs and a poisoned output."""
         self._x.copy_(_random(self._lab.device, *self._x.shape))
         weight = self._weights[0]
-        weight.copy_(_random(self._lab.device, *weight.shape))
+        weight.copy_(_random(self._lab.device, *weight.shape, dtype=weight.dtype))
         outs = []
         for _ in range(RUNS):
             self._out.fill_(float("nan"))
@@ -280,6 +293,7 @@ class GpuBench:
             hidden,
             hidden,
             self._lab.index,
+            weight_size=weight.element_size(),
         )
 
     def _call(self, launcher: Launcher, operands: list[Operands], out: torch.Tensor) -> Call:
@@ -298,7 +312,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return functional.linear(x, weight).float()
+    return functional.linear(x.to(weight.dtype), weight).float()
 
 
 def _discard(result: object) -> None:
@@ -306,9 +320,9 @@ def _discard(result: object) -> None:
     del result
 
 
-def _random(device: torch.device, *shape: int) -> torch.Tensor:
-    """Normal numbers in bf16: zeros would hide faults, and can run faster than real data does."""
-    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+def _random(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Normal numbers: zeros would hide faults, and can run faster than real data does."""
+    return torch.randn(shape, dtype=dtype, device=device)
 
 
 def _toolchain(artifact: Artifact) -> dict[str, str]:

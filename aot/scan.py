@@ -108,7 +108,7 @@ def scan(store: Store) -> Scan:
             found = scan_in(version)
             second: dict[str, Entry] = {}
             if any(entry.reason is not None for entry in found.entries):
-                # Its date and its ref, too: what an error hid the first time would be taken for old.
+                # With date and ref: what an error hid the first time would be taken for old.
                 second = {entry.digest: entry for entry in scan_in(version).entries}
     entries = []
     for first in found.entries:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from .key import CompileKey
-from .problem import Target
+from .problem import DType, Target
 
 __all__ = [
     "CALLS",
@@ -152,5 +152,7 @@ class Lab(Protocol):
     def copy_bytes_per_s(self) -> float:
         """Bytes read plus bytes written in a second by a large device-to-device copy."""
 
-    def bench(self, hidden: int, experts: int, tokens: int) -> Bench:
-        """Operands for a problem; those of the problem before are given up."""
+    def bench(
+        self, hidden: int, experts: int, tokens: int, weight_dtype: DType = DType.BF16
+    ) -> Bench:
+        """Operands for a problem, x in bf16; those of the problem before are given up."""

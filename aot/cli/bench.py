@@ -77,7 +77,8 @@ def bench_command(
     MANIFEST is a path, or the name of a manifest that comes with the package. Each of its problems
     (fp32 output, dependent launch) is measured with the kernel that the tuning table chooses,
     behind a kernel that writes x, beside the faster of F.linear and torch.mm, and beside the floor:
-    an empty kernel plus the time to read the weights. Needs a GPU and no compiler.
+    an empty kernel plus the time to read the weights. x is bf16, also where the weights are fp32;
+    the library's product is then F.linear with a cast. Needs a GPU and no compiler.
     """
     from ..bench import BenchReport, bench_cell, read_anchors, summarize
     from ..dispatch import load_table
@@ -118,7 +119,8 @@ def bench_command(
     report = BenchReport(
         what=(
             "Microseconds a call of router kernels after a producer: ours beside cuBLAS and the "
-            "floor, in one run; bf16 x [M, K] and weight [N, K], fp32 output, dependent launch."
+            "floor, in one run; bf16 x [M, K], weight [N, K] of bf16 unless a cell says otherwise, "
+            "fp32 output, dependent launch."
         ),
         commit=commit,
         target=header.target,
@@ -151,9 +153,10 @@ def _problems(
         for router in manifest.routers:
             for count in router.tokens:
                 if tokens is None or count in tokens:
-                    found.setdefault(
-                        Problem(count, router.experts, router.hidden), tuning or router.tuning
+                    problem = Problem(
+                        count, router.experts, router.hidden, weight_dtype=router.weight_dtype
                     )
+                    found.setdefault(problem, tuning or router.tuning)
     return found
 
 

@@ -20,7 +20,7 @@ from llbf16_aot.driver import LaunchConfig
 from llbf16_aot.errors import DriverError, NotFoundError
 from llbf16_aot.key import CompileKey
 from llbf16_aot.measure import GpuBench, GpuLab
-from llbf16_aot.problem import Problem
+from llbf16_aot.problem import DType, Problem
 from llbf16_aot.search import key_for, search_space
 from llbf16_aot.timing import CALLS, RUNS, Call, Way
 
@@ -214,6 +214,19 @@ def test_torch_compile_that_does_not_work_is_a_reason_not_an_error(
     monkeypatch.setattr(torch, "compile", broken)
     bench, _, _ = bench_of(monkeypatch)
     assert bench.compiled() == "RuntimeError: no C compiler"
+
+
+def test_fp32_weights_are_measured_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches figures of bf16 weights, or of a library call that reads them, under that name."""
+    lab, _, _ = lab_of(monkeypatch)
+    bench = lab.bench(256, 8, 3, DType.FP32)
+    assert list(bench.library()) == ["F.linear"]
+    bench.library()["F.linear"](0)
+    problem = Problem(3, 8, 256, weight_dtype=DType.FP32)
+    missing = bench.kernel(key_for(OneshotTile(16, 2, 4, 1), problem, SM_90A))
+    assert isinstance(missing, str)
+    assert "bf16 x fp32" in missing
+    assert lab.bench(256, 8, 3).library().keys() >= {"F.linear"}
 
 
 def test_torch_compile_compiles_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
