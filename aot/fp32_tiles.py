@@ -182,14 +182,21 @@ def _default_fp32(hidden: int, experts: int, tokens: int, x_dtype: DType) -> Fp3
     problem = _problem(hidden, experts, tokens, x_dtype)
     best = min(
         (
-            (_estimate(fp32.config_for(tile, problem), experts), number, tile)
+            (_estimate(config, experts), number, tile)
             for number, tile in enumerate(fp32_space(hidden, tokens, x_dtype))
+            if not _spills(config := fp32.config_for(tile, problem))
         ),
         default=None,
     )
     if best is None:
         raise UnsupportedProblemError(f"no tile of the family fp32 works for {problem}")
     return best[2]
+
+
+def _spills(config: Fp32Config) -> bool:
+    """Whether the kernel needs local memory, seen where K is no multiple of what its lanes load."""
+    held = config.vectors * config.experts_per_thread
+    return not config.exact and held >= 10 and config.tokens > 8
 
 
 def _problem(hidden: int, experts: int, tokens: int, x_dtype: DType) -> Problem:
