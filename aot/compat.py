@@ -11,6 +11,8 @@ from .toolchain import KNOWN_TARGETS
 
 __all__ = ["DriverTooOldError", "check_driver", "runs_on", "targets_for"]
 
+_ELF_MAGIC = b"\x7fELF"
+
 
 class DriverTooOldError(DriverError):
     """The driver's CUDA is of an older major version than the toolkit that made the cubin."""
@@ -54,9 +56,10 @@ def check_driver(cubin: bytes, cuda_release: tuple[int, int]) -> None:
 
     `cuda_release` is the CUDA version that the driver speaks. Machine code of any minor version
     loads on a driver of the same major version or a later one (CUDA Compatibility, "Minor Version
-    Compatibility"). A cubin that does not state its toolkit is not refused.
+    Compatibility"). A cubin that does not state its toolkit is not refused, nor is PTX text, which
+    the driver compiles itself.
     """
-    toolkit = toolkit_release(cubin)
+    toolkit = toolkit_release(cubin) if cubin.startswith(_ELF_MAGIC) else None
     if toolkit is None or toolkit[0] <= cuda_release[0]:
         return
     raise DriverTooOldError(

@@ -146,7 +146,7 @@ def machine_facts() -> dict[str, Any]:
         facts["device"] = properties.name
         facts["compute_capability"] = f"{properties.major}.{properties.minor}"
     packages = ("llbf16-aot", "cuda-bindings", "msgspec", "nvidia-cutlass-dsl")
-    facts["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+    facts["versions"] = {"torch": str(torch.__version__), "python": platform.python_version()}
     facts["versions"] |= {name: _version(name) for name in packages}
     return facts
 

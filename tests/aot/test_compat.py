@@ -114,3 +114,8 @@ def test_only_a_driver_of_an_older_major_version_is_too_old(
     assert f"made by CUDA {made[0]}.{made[1]}" in raised.value.message
     assert f"this one is for {driver[0]}.{driver[1]}" in raised.value.message
     assert raised.value.hint.startswith("install a driver for CUDA 13, or build with")
+
+
+def test_text_that_the_driver_compiles_is_not_refused() -> None:
+    """PTX has no toolkit to be too new: the GPU check's own producers are loaded so."""
+    check_driver(b".version 7.8\n.target sm_90\n.address_size 64\n\0", (12, 4))

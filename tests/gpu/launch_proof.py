@@ -75,7 +75,8 @@ class Case(msgspec.Struct, frozen=True):
             ParamSource.TOKENS.value: self.tokens,
             ParamSource.EXPERTS.value: self.experts,
             ParamSource.HIDDEN.value: self.hidden,
-            ParamSource.X_ROW_STRIDE.value: x.stride(0),
+            # A single row has no next one: the runtime passes K for it, whatever its stride.
+            ParamSource.X_ROW_STRIDE.value: x.stride(0) if self.tokens > 1 else self.hidden,
             ParamSource.WEIGHT_ROW_STRIDE.value: weight.stride(0),
         }
 
