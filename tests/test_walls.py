@@ -33,7 +33,8 @@ LAYERS = (
     {"problem", "files", "outfile", "sections"},
     {"launch", "backends", "key", "fp32_tiles", "dispatch", "location"}
     | {"manifest", "manifest_reader", "manifest_schema", "manifests"},
-    {"artifact", "compat", "elf", "elfdiff", "protocol", "search", "survey", "tablewriter", "timing"},
+    {"artifact", "compat", "elf", "elfdiff", "protocol"}
+    | {"search", "survey", "tablewriter", "timing"},
     {"layout", "locks", "store", "layers", "pins", "scan", "prune", "repair"}
     | {"driver", "kernels", "compiler"},
     {"environment"},
