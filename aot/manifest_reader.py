@@ -96,6 +96,12 @@ def _compose(text: str, origin: str) -> Node | None:
     def _refuse(problem: str, event: Any) -> NoReturn:
         raise _RefusedError(problem=problem, problem_mark=event.start_mark)
 
+    crowd = _CROWD.search(text)
+    if crowd is not None:
+        line = text.count("\n", 0, crowd.start()) + 1
+        raise ManifestError(
+            f"{origin}:{line}: nested too deeply, at most {MAX_DEPTH} levels are read", hint=_HINT
+        )
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer = _Bounded
     try:
@@ -126,6 +132,9 @@ def _compose(text: str, origin: str) -> Node | None:
 _T = TypeVar("_T")
 
 _HINT = "llbf16-aot schema prints what is allowed"
+
+# The YAML parser looks at all open brackets with each new one, before its nodes can be counted.
+_CROWD = re.compile(r"(?:[\[{][^\[\]{}\n]{0,16}){64}")
 
 _RANGE = re.compile(r"([0-9]{1,6})\s*-\s*([0-9]{1,6})")
 _NUMBER = re.compile(r"[0-9]{1,9}")

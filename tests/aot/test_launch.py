@@ -18,7 +18,11 @@ from llbf16_aot.launch import (
 )
 from llbf16_aot.problem import Problem
 
-C_TYPES = {ParamKind.POINTER: ctypes.c_void_p, ParamKind.INT32: ctypes.c_int32}
+C_TYPES = {
+    ParamKind.POINTER: ctypes.c_void_p,
+    ParamKind.INT32: ctypes.c_int32,
+    ParamKind.FLOAT32: ctypes.c_float,
+}
 ONE = GridDim(Extent.ONE, 1, 1)
 GEOMETRY = LaunchGeometry((ONE, ONE, ONE), (128, 1, 1), (1, 1, 1), 64)
 
@@ -48,13 +52,16 @@ def test_a_gap_is_left_before_a_pointer_that_follows_one_integer() -> None:
     assert record.params_size_bytes == 20
 
 
-def test_tensors_are_pointers_and_all_else_is_a_32_bit_integer() -> None:
+def test_tensors_are_pointers_and_all_else_has_32_bits() -> None:
     """Catches a new source that gets the wrong kind by default."""
     pointers = {source for source in ParamSource if source.kind is ParamKind.POINTER}
-    assert pointers == {ParamSource.X, ParamSource.WEIGHT, ParamSource.OUT}
+    assert pointers == {ParamSource.X, ParamSource.WEIGHT, ParamSource.OUT, ParamSource.BIAS}
+    floats = {source for source in ParamSource if source.kind is ParamKind.FLOAT32}
+    assert floats == {ParamSource.SCALE}
     assert {kind: kind.size_bytes for kind in ParamKind} == {
         ParamKind.POINTER: 8,
         ParamKind.INT32: 4,
+        ParamKind.FLOAT32: 4,
     }
 
 

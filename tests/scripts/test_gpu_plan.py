@@ -10,7 +10,7 @@ from llbf16_aot.backends import BACKENDS
 from llbf16_aot.dispatch import dispatch, load_table
 from llbf16_aot.key import CompileKey
 from llbf16_aot.manifest import Manifest
-from llbf16_aot.problem import DType, Problem, Target
+from llbf16_aot.problem import DType, Epilogue, Problem, Target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -57,6 +57,23 @@ def test_the_manifests_build_every_key_that_the_check_asks_for(
             tables[case.table],
         )
         for case in gpu_plan.cases()
+    }
+    asked |= {
+        key_of(
+            Problem(
+                case.tokens,
+                case.experts,
+                case.hidden,
+                DType(case.out_dtype),
+                case.pdl,
+                DType(case.x_dtype),
+                DType(case.weight_dtype),
+                epilogue=Epilogue(case.epilogue),
+            ),
+            target,
+            tables[case.table],
+        )
+        for case in (*gpu_plan.wide_cases(), *gpu_plan.WIDE_SINGLES.values())
     }
     assert asked == built
 
