@@ -198,7 +198,15 @@ class Interrupted:
                 os.kill(process, signal.SIGKILL)
 
 
-def interrupt(tally: Tally, folder: Path, name: str, rounds: int, *, plant: str = "pass") -> None:
+def interrupt(
+    tally: Tally,
+    folder: Path,
+    name: str,
+    rounds: int,
+    *,
+    plant: str = "pass",
+    latest_s: float = 0.6,
+) -> None:
     number, code = INTERRUPTS[name]
     dice = random.Random(6)
     for each in range(rounds):
@@ -206,7 +214,7 @@ def interrupt(tally: Tally, folder: Path, name: str, rounds: int, *, plant: str 
         program = build.start()
         assert program.stderr is not None
         assert program.stderr.readline() == "started\n"
-        time.sleep(dice.uniform(0.05, 0.6))
+        time.sleep(dice.uniform(min(0.05, latest_s), latest_s))
         program.send_signal(number)
         _, err = program.communicate(timeout=60)
         # A build that had ended already may be met by the signal on the interpreter's way out.
@@ -249,5 +257,5 @@ def test_a_build_whose_reader_is_gone_ends_quietly(
 def test_interrupts_find_a_program_that_the_signal_kills(tally: Tally, tmp_path: Path) -> None:
     """Control: a program without a handler, killed as it is, must be found."""
     plant = "import contextlib, llbf16_aot.cli.app as app; app._signals = contextlib.nullcontext"
-    interrupt(tally, tmp_path, "SIGTERM", 3, plant=plant)
+    interrupt(tally, tmp_path, "SIGTERM", 6, plant=plant, latest_s=0.02)
     tally.found()
