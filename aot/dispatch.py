@@ -209,17 +209,7 @@ def dispatch(problem: Problem, target: Target, table: Table) -> CompileKey:
         raise UnsupportedProblemError(
             f"tuning table {table.name} chooses for {problem} what cannot work: {error.message}"
         ) from error
-    return CompileKey(
-        target=str(target),
-        config=config,
-        x_dtype=problem.x_dtype,
-        weight_dtype=problem.weight_dtype,
-        out_dtype=problem.out_dtype,
-        layout=problem.layout,
-        alignment_bytes=problem.alignment_bytes,
-        epilogue=problem.epilogue,
-        pdl=problem.pdl,
-    )
+    return CompileKey.of(config, problem, target)
 
 
 def warmup_keys(

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 
-from .backends import bf16x3, fp32, oneshot
+from .backends import bf16x3, fp32, oneshot, works
 from .backends.bf16x3 import HIDDEN_TILE, Bf16x3Config, Bf16x3Tile
 from .backends.fp32 import Fp32Config, Fp32Tile
 from .backends.oneshot import BLOCK_ELEMENTS, OneshotConfig, OneshotTile
-from .errors import ConfigError, UnsupportedProblemError
+from .errors import UnsupportedProblemError
 from .problem import DType, Problem
 
 __all__ = ["bf16x3_space", "default_tile", "fp32_space"]
@@ -122,11 +122,8 @@ def bf16x3_space(hidden: int, tokens: int) -> tuple[Bf16x3Tile, ...]:
             continue
         for stages in BF16X3_STAGES:
             tile = Bf16x3Tile(tokens_tile, experts_tile, k_warps, split_k, stages)
-            try:
-                bf16x3.check(bf16x3.config_for(tile, _problem(hidden, 1, tokens, DType.BF16)))
-            except ConfigError:
-                continue
-            found.append(tile)
+            if works(bf16x3.config_for(tile, _problem(hidden, 1, tokens, DType.BF16))):
+                found.append(tile)
     return tuple(found)
 
 
@@ -164,9 +161,7 @@ def _default_oneshot(problem: Problem) -> OneshotTile | None:
 
 def _fits(config: OneshotConfig) -> bool:
     """Whether the kernel is allowed, and surely needs no local memory: nobody has compiled it."""
-    try:
-        oneshot.check(config)
-    except ConfigError:
+    if not works(config):
         return False
     rows, columns = config.experts_tile // 8, config.tokens // 8
     vectors = config.vectors * (2 * config.weight_bytes * rows + 4 * columns)
@@ -216,16 +211,8 @@ def _tiles(problem: Problem) -> Iterator[tuple[Fp32Tile, float]]:
                 if split_k in EXACT_SPLITS and waste:
                     continue
                 tile = Fp32Tile(experts_tile, experts_per_thread, split_k, warps, vectors)
-                if _works(fp32.config_for(tile, problem)):
+                if works(fp32.config_for(tile, problem)):
                     yield tile, waste
-
-
-def _works(config: Fp32Config) -> bool:
-    try:
-        fp32.check(config)
-    except ConfigError:
-        return False
-    return True
 
 
 def _estimate(config: Fp32Config, experts: int) -> float:

@@ -12,7 +12,7 @@ import msgspec
 
 from .backends import BACKENDS, OPERANDS, Config, backend_name
 from .errors import ConfigError, TargetError
-from .problem import DType, Epilogue, Layout, Target
+from .problem import DType, Epilogue, Layout, Problem, Target
 
 __all__ = [
     "DIGEST_PATTERN",
@@ -48,6 +48,21 @@ class CompileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def backend(self) -> str:
         """Name of the kernel family."""
         return backend_name(self.config)
+
+    @classmethod
+    def of(cls, config: Config, problem: Problem, target: Target) -> CompileKey:
+        """The key of a configuration for a problem on a target; checks nothing."""
+        return cls(
+            target=str(target),
+            config=config,
+            x_dtype=problem.x_dtype,
+            weight_dtype=problem.weight_dtype,
+            out_dtype=problem.out_dtype,
+            layout=problem.layout,
+            alignment_bytes=problem.alignment_bytes,
+            epilogue=problem.epilogue,
+            pdl=problem.pdl,
+        )
 
     def check(self) -> None:
         """Raise ConfigError or TargetError where this key cannot become a working kernel."""

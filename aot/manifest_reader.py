@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,6 +23,7 @@ from .problem import (
     Target,
     hidden_multiple,
 )
+from .text import nearest
 from .toolchain import KNOWN_TARGETS
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ def read_manifest(text: str, origin: str) -> Manifest:
 
 def did_you_mean(value: str, allowed: Iterable[str]) -> str:
     """The end of a message about a value that is not allowed: the nearest that is, if any is."""
-    # Nothing that is allowed is nearly as long as what a broken file can hold.
-    close = difflib.get_close_matches(value[:64], list(allowed), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = nearest(value, allowed)
+    return "" if close is None else f"; did you mean {close!r}?"
 
 
 def _compose(text: str, origin: str) -> Node | None:

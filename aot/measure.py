@@ -26,6 +26,7 @@ from .launcher import Launcher, Operands
 from .loader import ArtifactSource, Loader, Missing
 from .problem import DType, Problem, Target
 from .search import probe_key
+from .tensors import DTYPES
 from .timing import CALLS, MAX_ERROR, RUNS, WARMUPS, Call, Machine, Sample, Way, per_call
 
 __all__ = ["GpuBench", "GpuLab", "GraphTimer", "Timer"]
@@ -34,7 +35,6 @@ COPY_BYTES = 1 << 30
 COPY_CALLS = 4
 COPY_REPLAYS = 10
 
-DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16}
 TORCH_TYPES = {ours: dtype for dtype, ours in DTYPES.items()}
 
 _NVRM = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s")

@@ -190,15 +190,16 @@ class Runtime:
         N = 0 give an empty result and K = 0 zeros, without a kernel.
 
         A malformed call raises TypeError or ValueError that names tensor and value: type, layout,
-        number of dimensions, dtype, device (CUDA, the same for all), equal K, K % 8, contiguous
-        rows, row stride (at least K, a multiple of 16 bytes, below 2^31), 16-byte address, autograd
-        (the kernels have no backward); `out` besides: `out_dtype`, shape [M, N], contiguous,
-        outside the memory span of x and weight.
+        number of dimensions, dtype, device (CUDA, the same for all), equal K, K % 8 (K % 4 where x
+        and weight are fp32), contiguous rows, row stride (at least K, a multiple of 16 bytes, below
+        2^31), 16-byte address, autograd (the kernels have no backward); `out` besides: `out_dtype`,
+        shape [M, N], contiguous, outside the memory span of x and weight; `bias` besides: shape
+        [N], contiguous.
 
-        A well-formed call that no kernel computes is a miss: M above 64, N above 65,536, K above
-        1,048,576, a GPU older than compute capability 9.0, an artifact that is absent from the
-        store and its layers or does not pass its checks, or is not loaded after `freeze`. See
-        `on_miss` of the class.
+        A well-formed call that no kernel computes is a miss: M above 64 (with an fp32 weight above
+        65,536, or 32 where x is fp32), N above 65,536, K above 1,048,576, a GPU older than compute
+        capability 9.0, an artifact that is absent from the store and its layers or does not pass
+        its checks, or is not loaded after `freeze`. See `on_miss` of the class.
 
         During stream capture the kernel must have been loaded, by `preload` or by a call before,
         else ColdCaptureError: loading code there would break the capture. A launch that the driver

@@ -21,9 +21,9 @@ from .backends import (
     SplitkTile,
     Tile,
     backend_name,
+    works,
 )
 from .backends.oneshot import BLOCK_ELEMENTS, EXPERTS_TILES, TOKENS_TILES, OneshotConfig
-from .errors import ConfigError
 from .key import CompileKey
 from .problem import VECTOR_ELEMENTS, DType, Problem, Target
 
@@ -90,7 +90,7 @@ def search_space(hidden: int, tokens: int) -> tuple[Tile, ...]:
         *_dotprod(problem),
         *SPLITK_TILES,
     )
-    return tuple(tile for tile in tiles if _works(_config(tile, problem)))
+    return tuple(tile for tile in tiles if works(_config(tile, problem)))
 
 
 def candidate_keys(problems: Iterable[Problem], target: Target) -> Iterator[CompileKey]:
@@ -106,12 +106,12 @@ def candidate_keys(problems: Iterable[Problem], target: Target) -> Iterator[Comp
 
 def key_for(tile: Tile, problem: Problem, target: Target) -> CompileKey:
     """The compile key of a tile for a problem, whatever a tuning table would choose."""
-    return _key(_config(tile, problem), problem, target)
+    return CompileKey.of(_config(tile, problem), problem, target)
 
 
 def probe_key(kind: Literal["producer", "empty"], target: Target) -> CompileKey:
     """The compile key of a probe kernel: what it writes is bf16, as x is."""
-    return _key(ProbeConfig(kind), Problem(1, 1, VECTOR_ELEMENTS, DType.BF16), target)
+    return CompileKey.of(ProbeConfig(kind), Problem(1, 1, VECTOR_ELEMENTS, DType.BF16), target)
 
 
 def tokens_span(tokens: int) -> tuple[int, int]:
@@ -119,31 +119,9 @@ def tokens_span(tokens: int) -> tuple[int, int]:
     return REPRESENTATIVE_TOKENS.get(tokens, (tokens, tokens))
 
 
-def _key(config: Config, problem: Problem, target: Target) -> CompileKey:
-    return CompileKey(
-        target=str(target),
-        config=config,
-        x_dtype=problem.x_dtype,
-        weight_dtype=problem.weight_dtype,
-        out_dtype=problem.out_dtype,
-        layout=problem.layout,
-        alignment_bytes=problem.alignment_bytes,
-        epilogue=problem.epilogue,
-        pdl=problem.pdl,
-    )
-
-
 def _config(tile: Tile, problem: Problem) -> Config:
     config: Config = BACKENDS[backend_name(tile)].config_for(tile, problem)
     return config
-
-
-def _works(config: Config) -> bool:
-    try:
-        BACKENDS[backend_name(config)].check(config)
-    except ConfigError:
-        return False
-    return True
 
 
 def _oneshot(problem: Problem) -> tuple[OneshotTile, ...]:
@@ -172,7 +150,7 @@ def _covering(problem: Problem, *, rounds: int) -> Iterator[tuple[OneshotTile, f
                 config = OneshotConfig(
                     problem.hidden, tokens, experts_tile, split_k, warps, vectors
                 )
-                if config.rounds == rounds and _works(config):
+                if config.rounds == rounds and works(config):
                     yield OneshotTile(experts_tile, split_k, warps, vectors), waste
 
 

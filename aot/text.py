@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["counted", "duration", "numbers", "short", "size", "table"]
+__all__ = ["counted", "duration", "nearest", "numbers", "short", "size", "table"]
 
 SHORT_DIGEST = 12
 """Digits of a digest that are shown: enough to tell the entries of any real store apart."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """What somebody who wrote this word may have meant; None where nothing is close."""
+    import difflib
+
+    # Nothing that is known is nearly as long as what a broken file can hold.
+    close = difflib.get_close_matches(word[:64], list(known), n=1)
+    return close[0] if close else None
 
 
 def short(digest: str) -> str:

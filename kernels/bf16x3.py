@@ -30,9 +30,9 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.arch import inline_ptx
-from cutlass.cute.runtime import make_fake_stream, make_ptr
+from cutlass.cute.runtime import make_fake_stream
 
 from ..backends.bf16x3 import (
     HIDDEN_TILE,
@@ -42,15 +42,15 @@ from ..backends.bf16x3 import (
     check,
     geometry,
 )
-from ..problem import ALIGNMENT_BYTES, DType, Epilogue
+from ..problem import DType, Epilogue
 from .common import (
-    ELEMENT_TYPES,
     VECTOR_BYTES,
     epilogue_argument,
-    epilogue_term,
-    finished,
+    launch_options,
     mma,
-    store_element,
+    pointer_arguments,
+    store_sum,
+    upper_halves,
     wait_cluster,
 )
 
@@ -61,14 +61,6 @@ WARP = 32
 _COPY = "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};"
 
 _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
-
-# The upper halves of two words, the first below.
-_UPPER_HALVES = "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;"
-
-
-def _upper_halves(a: Uint32, b: Uint32) -> Uint32:
-    found = inline_ptx(_UPPER_HALVES, write_only_types=[Uint32], read_only_args=[a, b])
-    return found[0] if isinstance(found, (tuple, list)) else found
 
 
 @cute.jit
@@ -131,20 +123,13 @@ class Bf16x3:
         stream: cuda.CUstream,
     ) -> None:
         """Launch on a stream; row strides are in elements, `extra` is what the epilogue takes."""
-        launch = geometry(self.config)
+        options = launch_options(
+            geometry(self.config), tokens, experts, stream=stream, pdl=self.pdl
+        )
         self.kernel(
             x, weight, out, tokens, experts, hidden, x_row_stride, weight_row_stride, extra
         ).launch(
-            grid=[
-                launch.grid[0].blocks,
-                cute.ceil_div(experts, launch.grid[1].tile),
-                cute.ceil_div(tokens, launch.grid[2].tile),
-            ],
-            block=list(launch.block),
-            cluster=list(launch.cluster),
-            smem=launch.dynamic_shared_bytes,
-            stream=stream,
-            use_pdl=self.pdl,
+            **options,
             min_blocks_per_mp=1,
         )
 
@@ -306,14 +291,15 @@ class Bf16x3:
                     value = Float32(0.0)
                     for peer in cutlass.range_constexpr(S):
                         value = value + inbox[peer, slot]
-                    self._store(
+                    index = rank * config.owned + slot
+                    store_sum(
+                        self.epilogue,
                         out,
                         extra,
-                        rank * config.owned + slot,
+                        token0 + index // XT,
+                        expert0 + index % XT,
                         value,
-                        token0,
                         tokens,
-                        expert0,
                         experts,
                     )
         else:
@@ -322,7 +308,16 @@ class Bf16x3:
                 value = Float32(0.0)
                 for j in cutlass.range_constexpr(config.k_warps):
                     value = value + partial[j, index // XT, index % XT]
-                self._store(out, extra, index, value, token0, tokens, expert0, experts)
+                store_sum(
+                    self.epilogue,
+                    out,
+                    extra,
+                    token0 + index // XT,
+                    expert0 + index % XT,
+                    value,
+                    tokens,
+                    experts,
+                )
 
     @cute.jit
     def _multiply(
@@ -349,7 +344,7 @@ class Bf16x3:
                 first, second = pair[0], pair[1]
                 for level in cutlass.range_constexpr(3):
                     low, high = first.bitcast(Uint32), second.bitcast(Uint32)
-                    terms[level].append(_upper_halves(low, high))
+                    terms[level].append(upper_halves(low, high))
                     if const_expr(level < 2):
                         # Exact: what is taken away has the same leading bits.
                         first = first - (low & mask).bitcast(Float32)
@@ -391,26 +386,6 @@ class Bf16x3:
                 total[i] = total[i] + part[i]
         return total
 
-    @cute.jit
-    def _store(
-        self,
-        out: cute.Pointer,
-        extra: Any,
-        index: Int32,
-        value: Float32,
-        token0: Int32,
-        tokens: Int32,
-        expert0: Int32,
-        experts: Int32,
-    ) -> None:
-        """Write one sum of the tile, where the tile lies within the output."""
-        token = token0 + index // self.config.experts_tile
-        expert = expert0 + index % self.config.experts_tile
-        if (token < tokens) & (expert < experts):
-            term = epilogue_term(self.epilogue, extra, expert, experts)
-            value = finished(self.epilogue, value, term)
-            store_element(out, Int64(token) * Int64(experts) + Int64(expert), value)
-
 
 def entry(
     config: Bf16x3Config, *, out_dtype: DType, pdl: bool, epilogue: Epilogue = Epilogue.NONE
@@ -418,12 +393,6 @@ def entry(
     """The function to compile and the placeholder arguments to compile it for."""
     kernel = Bf16x3(config, pdl=pdl, epilogue=epilogue)
     extra = epilogue_argument(epilogue)
-    space = cute.AddressSpace.gmem
-    out = ELEMENT_TYPES[out_dtype]
-    pointers = (
-        make_ptr(BFloat16, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
-        make_ptr(Float32, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
-        make_ptr(out, ALIGNMENT_BYTES, space, assumed_align=out.width // 8),
-    )
+    pointers = pointer_arguments(out_dtype, weight_dtype=DType.FP32)
     sizes = (Int32(1), Int32(1), Int32(8), Int32(8), Int32(8))
     return kernel, (*pointers, *sizes, extra, make_fake_stream())

@@ -16,6 +16,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 from cutlass.cute.runtime import make_ptr
 
+from ..launch import Extent, LaunchGeometry
 from ..problem import ALIGNMENT_BYTES, DType, Epilogue
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "epilogue_argument",
     "epilogue_term",
     "finished",
+    "launch_options",
     "load_floats",
     "load_weight",
     "load_x",
@@ -35,7 +37,9 @@ __all__ = [
     "split",
     "store_element",
     "store_element_at",
+    "store_sum",
     "sum_pairwise",
+    "upper_halves",
     "wait_cluster",
 ]
 
@@ -62,7 +66,6 @@ _MMA = (
     "{{$r0},{$r1},{$r2},{$r3}}, {{$r4},{$r5}}, {{$r6},{$r7},{$r8},{$r9}};"
 )
 
-# The upper halves of two words as one: two fp32 cut to bf16, the first in the lower half.
 _UPPER_HALVES = "prmt.b32 {$w0}, {$r0}, {$r1}, 0x7632;"
 
 # From registers to a peer's shared memory; the peer's mbarrier counts the bytes.
@@ -108,6 +111,12 @@ def load_x(address: Int64, valid: Any) -> cute.Tensor:
     return words
 
 
+def upper_halves(a: Uint32, b: Uint32) -> Uint32:
+    """Two fp32 cut to bf16, as one word with the first in its lower half."""
+    found: Uint32 = inline_ptx(_UPPER_HALVES, write_only_types=[Uint32], read_only_args=[a, b])
+    return found
+
+
 def split(weights: Sequence[Any]) -> list[Sequence[Any]]:
     """Eight weights as terms of bf16, the largest first, each four words of two.
 
@@ -120,16 +129,7 @@ def split(weights: Sequence[Any]) -> list[Sequence[Any]]:
     words = [weights[i // 4][i % 4] for i in range(8)]
     terms: list[Sequence[Any]] = []
     for _ in range(3):
-        terms.append(
-            [
-                inline_ptx(
-                    _UPPER_HALVES,
-                    write_only_types=[Uint32],
-                    read_only_args=[words[i], words[i + 1]],
-                )
-                for i in range(0, 8, 2)
-            ]
-        )
+        terms.append([upper_halves(words[i], words[i + 1]) for i in range(0, 8, 2)])
         heads = [(word & Uint32(0xFFFF0000)).bitcast(Float32) for word in words]
         words = [
             (w.bitcast(Float32) - head).bitcast(Uint32)
@@ -236,6 +236,24 @@ def finished(epilogue: Epilogue, value: Float32, term: Any) -> Float32:
     return value * term if epilogue is Epilogue.SCALE else value + term
 
 
+@cute.jit
+def store_sum(
+    epilogue: cutlass.Constexpr,
+    out: cute.Pointer,
+    extra: Any,
+    token: Int32,
+    expert: Int32,
+    value: Float32,
+    tokens: Int32,
+    experts: Int32,
+) -> None:
+    """Finish one sum, round it and write it, where it lies within the output [M, N]."""
+    if (token < tokens) & (expert < experts):
+        term = epilogue_term(epilogue, extra, expert, experts)
+        total = finished(epilogue, value, term)
+        store_element(out, Int64(token) * Int64(experts) + Int64(expert), total)
+
+
 def epilogue_argument(epilogue: Epilogue) -> Any:
     """Placeholder for what a kernel takes for its epilogue; None where it takes nothing."""
     dtype = epilogue.bias_dtype
@@ -246,12 +264,35 @@ def epilogue_argument(epilogue: Epilogue) -> Any:
     return Float32(1.0) if epilogue is Epilogue.SCALE else None
 
 
-def pointer_arguments(out_dtype: DType) -> tuple[cute.Pointer, cute.Pointer, cute.Pointer]:
+def pointer_arguments(
+    out_dtype: DType, *, x_dtype: DType = DType.BF16, weight_dtype: DType = DType.BF16
+) -> tuple[cute.Pointer, cute.Pointer, cute.Pointer]:
     """Placeholders for x, weight and out, from which a kernel is compiled without any tensor."""
     space = cute.AddressSpace.gmem
-    out = ELEMENT_TYPES[out_dtype]
+    x, weight, out = (ELEMENT_TYPES[dtype] for dtype in (x_dtype, weight_dtype, out_dtype))
     return (
-        make_ptr(BFloat16, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
-        make_ptr(BFloat16, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
+        make_ptr(x, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
+        make_ptr(weight, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
         make_ptr(out, ALIGNMENT_BYTES, space, assumed_align=out.width // 8),
     )
+
+
+def launch_options(
+    launch: LaunchGeometry, tokens: Int32, experts: Int32, *, stream: Any, pdl: bool
+) -> dict[str, Any]:
+    """What a kernel is launched with, by its family's geometry: the rule of the launch record."""
+    extents = {Extent.TOKENS: tokens, Extent.EXPERTS: experts}
+    grid: list[Any] = []
+    for dim in launch.grid:
+        blocks = dim.blocks
+        if dim.extent is not Extent.ONE:
+            blocks = cute.ceil_div(extents[dim.extent], dim.tile) * blocks
+        grid.append(blocks)
+    return {
+        "grid": grid,
+        "block": list(launch.block),
+        "cluster": None if launch.cluster == (1, 1, 1) else list(launch.cluster),
+        "smem": launch.dynamic_shared_bytes or None,
+        "stream": stream,
+        "use_pdl": pdl,
+    }

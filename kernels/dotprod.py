@@ -22,6 +22,7 @@ from .common import (
     epilogue_argument,
     epilogue_term,
     finished,
+    launch_options,
     load_weight,
     load_x,
     pointer_arguments,
@@ -75,16 +76,11 @@ class Dotprod:
         stream: cuda.CUstream,
     ) -> None:
         """Launch on a stream; row strides are in elements, `extra` is what the epilogue takes."""
-        launch = geometry(self.config)
+        options = launch_options(
+            geometry(self.config), tokens, experts, stream=stream, pdl=self.pdl
+        )
         self.kernel(x, weight, out, tokens, experts, x_row_stride, weight_row_stride, extra).launch(
-            grid=[
-                cute.ceil_div(experts, launch.grid[0].tile),
-                cute.ceil_div(tokens, launch.grid[1].tile),
-                1,
-            ],
-            block=list(launch.block),
-            stream=stream,
-            use_pdl=self.pdl,
+            **options,
             # Without it ptxas aims at more blocks an SM, and spills where a thread holds 8 sums.
             min_blocks_per_mp=1,
         )

@@ -31,19 +31,18 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.runtime import make_fake_stream, make_ptr
+from cutlass.cute.runtime import make_fake_stream
 
 from ..backends.fp32 import WEIGHT_ELEMENTS, Fp32Config, check, geometry
-from ..problem import ALIGNMENT_BYTES, DType, Epilogue
+from ..problem import DType, Epilogue
 from .common import (
-    ELEMENT_TYPES,
     VECTOR_BYTES,
     epilogue_argument,
-    epilogue_term,
-    finished,
+    launch_options,
     load_weight,
     load_x,
-    store_element,
+    pointer_arguments,
+    store_sum,
     wait_cluster,
 )
 
@@ -90,18 +89,11 @@ class Fp32:
         stream: cuda.CUstream,
     ) -> None:
         """Launch on a stream; row strides are in elements, `extra` is what the epilogue takes."""
-        launch = geometry(self.config)
+        options = launch_options(
+            geometry(self.config), tokens, experts, stream=stream, pdl=self.pdl
+        )
         self.kernel(x, weight, out, tokens, experts, x_row_stride, weight_row_stride, extra).launch(
-            grid=[
-                launch.grid[0].blocks,
-                cute.ceil_div(experts, launch.grid[1].tile),
-                cute.ceil_div(tokens, launch.grid[2].tile),
-            ],
-            block=list(launch.block),
-            cluster=list(launch.cluster),
-            smem=launch.dynamic_shared_bytes,
-            stream=stream,
-            use_pdl=self.pdl,
+            **options,
             min_blocks_per_mp=1,
         )
 
@@ -204,8 +196,16 @@ class Fp32:
                     value = Float32(0.0)
                     for peer in cutlass.range_constexpr(S):
                         value = value + inbox[peer, slot]
-                    self._store(
-                        out, extra, rank * config.owned + slot, value, tokens, expert0, experts
+                    index = rank * config.owned + slot
+                    store_sum(
+                        self.epilogue,
+                        out,
+                        extra,
+                        index // XT,
+                        expert0 + index % XT,
+                        value,
+                        tokens,
+                        experts,
                     )
         else:
             for start in cutlass.range_constexpr(0, config.sums, W * WARP):
@@ -214,7 +214,16 @@ class Fp32:
                     value = Float32(0.0)
                     for j in cutlass.range_constexpr(W):
                         value = value + partial[j, index // XT, index % XT]
-                    self._store(out, extra, index, value, tokens, expert0, experts)
+                    store_sum(
+                        self.epilogue,
+                        out,
+                        extra,
+                        index // XT,
+                        expert0 + index % XT,
+                        value,
+                        tokens,
+                        experts,
+                    )
 
     @cute.jit
     def _load_weights(
@@ -441,25 +450,6 @@ class Fp32:
                 total[i] = total[i] + part[i]
         return total
 
-    @cute.jit
-    def _store(
-        self,
-        out: cute.Pointer,
-        extra: Any,
-        index: Int32,
-        value: Float32,
-        tokens: Int32,
-        expert0: Int32,
-        experts: Int32,
-    ) -> None:
-        """Write one sum of the tile, where the tile lies within the output."""
-        token = index // self.config.experts_tile
-        expert = expert0 + index % self.config.experts_tile
-        if (token < tokens) & (expert < experts):
-            term = epilogue_term(self.epilogue, extra, expert, experts)
-            value = finished(self.epilogue, value, term)
-            store_element(out, Int64(token) * Int64(experts) + Int64(expert), value)
-
 
 def entry(
     config: Fp32Config,
@@ -472,12 +462,6 @@ def entry(
     """The function to compile and the placeholder arguments to compile it for."""
     kernel = Fp32(config, x_dtype=x_dtype, pdl=pdl, epilogue=epilogue)
     extra = epilogue_argument(epilogue)
-    space = cute.AddressSpace.gmem
-    out = ELEMENT_TYPES[out_dtype]
-    pointers = (
-        make_ptr(ELEMENT_TYPES[x_dtype], ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
-        make_ptr(Float32, ALIGNMENT_BYTES, space, assumed_align=ALIGNMENT_BYTES),
-        make_ptr(out, ALIGNMENT_BYTES, space, assumed_align=out.width // 8),
-    )
+    pointers = pointer_arguments(out_dtype, x_dtype=x_dtype, weight_dtype=DType.FP32)
     sizes = (Int32(1), Int32(1), Int32(config.hidden), Int32(config.hidden))
     return kernel, (*pointers, *sizes, extra, make_fake_stream())

@@ -37,6 +37,7 @@ from .common import (
     epilogue_argument,
     epilogue_term,
     finished,
+    launch_options,
     load_floats,
     load_weight,
     load_x,
@@ -80,17 +81,11 @@ class Oneshot:
         stream: cuda.CUstream,
     ) -> None:
         """Launch on a stream; row strides are in elements, `extra` is what the epilogue takes."""
-        launch = geometry(self.config)
+        options = launch_options(
+            geometry(self.config), tokens, experts, stream=stream, pdl=self.pdl
+        )
         self.kernel(x, weight, out, tokens, experts, x_row_stride, weight_row_stride, extra).launch(
-            grid=[
-                launch.grid[0].blocks,
-                cute.ceil_div(experts, launch.grid[1].tile),
-                cute.ceil_div(tokens, launch.grid[2].tile),
-            ],
-            block=list(launch.block),
-            cluster=list(launch.cluster),
-            stream=stream,
-            use_pdl=self.pdl,
+            **options,
             min_blocks_per_mp=1,
         )
 

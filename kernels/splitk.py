@@ -41,11 +41,10 @@ from ..problem import VECTOR_ELEMENTS, DType, Epilogue
 from .common import (
     VECTOR_BYTES,
     epilogue_argument,
-    epilogue_term,
-    finished,
+    launch_options,
     mma,
     pointer_arguments,
-    store_element,
+    store_sum,
     wait_cluster,
 )
 
@@ -125,21 +124,12 @@ class Splitk:
         stream: cuda.CUstream,
     ) -> None:
         """Launch on a stream; row strides are in elements, `extra` is what the epilogue takes."""
-        launch = geometry(self.config)
+        options = launch_options(
+            geometry(self.config), tokens, experts, stream=stream, pdl=self.pdl
+        )
         self.kernel(
             x, weight, out, tokens, experts, hidden, x_row_stride, weight_row_stride, extra
-        ).launch(
-            grid=[
-                launch.grid[0].blocks,
-                cute.ceil_div(experts, launch.grid[1].tile),
-                cute.ceil_div(tokens, launch.grid[2].tile),
-            ],
-            block=list(launch.block),
-            cluster=list(launch.cluster),
-            smem=launch.dynamic_shared_bytes,
-            stream=stream,
-            use_pdl=self.pdl,
-        )
+        ).launch(**options)
 
     @cute.kernel
     def kernel(
@@ -358,10 +348,7 @@ class Splitk:
                 index = rank * owned + slot
                 token = token0 + index // EXPERTS_TILE
                 expert = expert0 + index % EXPERTS_TILE
-                if (token < tokens) & (expert < experts):
-                    term = epilogue_term(self.epilogue, extra, expert, experts)
-                    value = finished(self.epilogue, value, term)
-                    store_element(out, Int64(token) * Int64(experts) + Int64(expert), value)
+                store_sum(self.epilogue, out, extra, token, expert, value, tokens, experts)
 
 
 def entry(

@@ -12,16 +12,21 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# A store that travelled belongs to another user and may be writable by others: trust wants our own
-# copy, with its own modes. Files are copied as they are, digests and all.
-mkdir "$work/store"
-if [ -d "$store" ]; then
-  cp -r "$store/." "$work/store/" || exit 1
-else
-  tar -xf "$store" -C "$work/store" --no-same-owner || exit 1
-fi
-chmod -R u+rwX,go-w "$work/store"
-if [ "$(id -u)" = 0 ]; then chown -R 0:0 "$work/store"; fi
+# copy_store STORE FOLDER: a copy of a folder, or of an archive's contents, in a new folder. A store that
+# travelled belongs to another user and may be writable by others: trust wants our own copy, with its
+# own modes. Files are copied as they are, digests and all.
+copy_store() {
+  mkdir "$2" || exit 1
+  if [ -d "$1" ]; then
+    cp -r "$1/." "$2/" || exit 1
+  else
+    tar -xf "$1" -C "$2" --no-same-owner || exit 1
+  fi
+  chmod -R u+rwX,go-w "$2"
+  if [ "$(id -u)" = 0 ]; then chown -R 0:0 "$2"; fi
+}
+
+copy_store "$store" "$work/store"
 
 if [ -n "$wheels" ]; then
   "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \

@@ -59,15 +59,7 @@ if [ -n "$jit" ]; then jit=$(realpath "$jit"); fi
 
 more=()
 if [ -n "$many" ]; then
-  # A copy of our own, as that of the store.
-  mkdir "$work/many"
-  if [ -d "$many" ]; then
-    cp -r "$many/." "$work/many/" || exit 1
-  else
-    tar -xf "$many" -C "$work/many" --no-same-owner || exit 1
-  fi
-  chmod -R u+rwX,go-w "$work/many"
-  if [ "$(id -u)" = 0 ]; then chown -R 0:0 "$work/many"; fi
+  copy_store "$many" "$work/many"
   more=(--many-store "$work/many")
 fi
 with_jit=()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from ..errors import ConfigError
 from ..problem import DType
 from . import bf16x3, dotprod, fp32, oneshot, probe, splitk
 from .bf16x3 import Bf16x3Config, Bf16x3Tile
@@ -34,6 +35,7 @@ __all__ = [
     "SplitkTile",
     "Tile",
     "backend_name",
+    "works",
 ]
 
 Tile: TypeAlias = DotprodTile | SplitkTile | OneshotTile | Fp32Tile | Bf16x3Tile
@@ -68,3 +70,12 @@ OPERANDS: dict[str, tuple[tuple[DType, DType], ...]] = {
 def backend_name(value: Tile | Config) -> str:
     """The name of the family that a tile or a configuration belongs to."""
     return str(value.__struct_config__.tag)
+
+
+def works(config: Config) -> bool:
+    """Whether a configuration passes its family's `check`."""
+    try:
+        BACKENDS[backend_name(config)].check(config)
+    except ConfigError:
+        return False
+    return True

@@ -8,7 +8,6 @@ or SIGTERM.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import logging
 import signal
@@ -20,6 +19,7 @@ from types import FrameType
 import click
 
 from ..errors import AotError, UsageError
+from ..text import nearest
 from .command import PrintsHelp
 from .output import Output, silence_stdout
 
@@ -249,5 +249,5 @@ def _options(command: click.Command) -> list[str]:
 
 
 def _did_you_mean(word: str, known: Sequence[str] | dict[str, str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {close[0]}?" if close else ""
+    close = nearest(word, known)
+    return "" if close is None else f"did you mean {close}?"
