@@ -32,6 +32,7 @@ _PARAM = struct.Struct("<IHHI")
 _PARAM_V2 = struct.Struct("<IHHHH")
 _TRIPLE = struct.Struct("<III")
 _PAIR = struct.Struct("<II")
+_ATTRIBUTE = struct.Struct("<BBH")
 
 _SHF_EXECINSTR = 4
 _STT_FUNC = 2
@@ -64,6 +65,7 @@ _OF_KERNEL = _PARAMETERS | _TRIPLES | {_EIATTR_CBANK_PARAM_SIZE}
 _OF_ALL = frozenset(_TOTALS)
 _OF_TARGET = frozenset((_EICOMPAT_ACCELERATOR_TARGET,))
 
+_COMPAT_SECTION = ".nv.compat"
 _TOOLKIT_SECTION = ".note.nv.tkinfo"
 _TOOLKIT_NOTE = (b"NVIDIA Corp\0", 2000)
 _RELEASE = re.compile(rb"Cuda compilation tools, release ([0-9]{1,3})\.([0-9]{1,3}),")
@@ -160,11 +162,7 @@ def _product(dims: tuple[int, int, int]) -> int:
 
 
 def _check_bounds(elf: ElfFile) -> None:
-    total = sum(
-        section.size
-        for section in elf.sections
-        if section.type == SectionType.CUDA_INFO or section.name in (".nv.compat", _TOOLKIT_SECTION)
-    )
+    total = elf.size_of(SectionType.CUDA_INFO, (_COMPAT_SECTION, _TOOLKIT_SECTION))
     if total > MAX_ATTRIBUTES_BYTES:
         raise InvalidArtifactError(
             f"cubin has {total} bytes of attributes, at most {MAX_ATTRIBUTES_BYTES} are read"
@@ -211,15 +209,14 @@ def _entry_symbols(elf: ElfFile) -> Iterator[_Symbol]:
 def _attributes(body: bytes, where: str, wanted: frozenset[int]) -> list[tuple[int, int, bytes]]:
     """The wanted ones of a list's attributes, as (format, name, value); every one is checked."""
     found: list[tuple[int, int, bytes]] = []
-    offset, end = 0, len(body)
+    offset, end, head = 0, len(body), _ATTRIBUTE.unpack_from
     # In one loop, without a call for each: a kernel has dozens, and all are read at every load.
     while offset < end:
         if end - offset < 4:
             raise InvalidArtifactError(f"{where} ends within an attribute")
-        form, name = body[offset], body[offset + 1]
+        form, name, size = head(body, offset)
         start = offset + 2
         if form == _EIFMT_SVAL:
-            size = body[start] | body[start + 1] << 8
             start += 2
             offset = start + size
             if offset > end:
@@ -352,11 +349,11 @@ def _read_target(elf: ElfFile) -> Target:
 
 def _is_accelerated(elf: ElfFile) -> bool:
     """Whether `.nv.compat` marks an architecture-specific target, as ptxas does from CUDA 13 on."""
-    compat = elf.find(".nv.compat")
+    compat = elf.find(_COMPAT_SECTION)
     if compat is None:
         return False
     accelerated = False
-    for form, name, value in _attributes(elf.body(compat), ".nv.compat", _OF_TARGET):
+    for form, name, value in _attributes(elf.body(compat), _COMPAT_SECTION, _OF_TARGET):
         if name == _EICOMPAT_ACCELERATOR_TARGET and form == _EIFMT_BVAL:
             if value[0] > 1:
                 raise InvalidArtifactError(f"cubin has the unknown accelerator target {value[0]}")

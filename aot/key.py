@@ -87,11 +87,9 @@ class CompileKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def digest_for(self, source_digest: str) -> str:
         """The identity that this key has with another digest of the kernel sources."""
-        identity = hashlib.sha256()
-        for part in (str(KEY_SCHEMA).encode(), canonical_json(self), source_digest.encode()):
-            identity.update(b"%d:" % len(part))
-            identity.update(part)
-        return identity.hexdigest()
+        parts = (b"%d" % KEY_SCHEMA, canonical_json(self), source_digest.encode())
+        identity = b"".join([b"%d:%b" % (len(part), part) for part in parts])
+        return hashlib.sha256(identity).hexdigest()
 
     def __str__(self) -> str:
         tile = " ".join(

@@ -97,9 +97,23 @@ class ElfFile:
             )
         self._data = data
         self.abi: tuple[int, int] = (ident[7], ident[8])
-        self.sections = self._read_sections(names_index)
+        self._raw = self._read_table()
+        self._names = self._read_names(names_index)
         self._check_extents()
         self._by_name = self._index_names()
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """All sections, in the order of the table."""
+        return tuple(self._section(index) for index in range(len(self._raw)))
+
+    def size_of(self, kind: SectionType, names: tuple[str, ...]) -> int:
+        """Bytes that all sections of a type, and those of these names, state together."""
+        return sum(
+            fields[5]
+            for name, fields in zip(self._names, self._raw, strict=True)
+            if fields[1] == kind or name in names
+        )
 
     def body(self, section: Section) -> bytes:
         """The bytes of a section that has some; of any other, none."""
@@ -109,58 +123,68 @@ class ElfFile:
 
     def find(self, name: str) -> Section | None:
         """The section of that name."""
-        return self._by_name.get(name)
+        index = self._by_name.get(name)
+        return None if index is None else self._section(index)
 
     def require(self, name: str, kind: SectionType) -> Section:
         """The section of that name and type."""
-        section = self._by_name.get(name)
-        if section is None or section.type != kind:
+        index = self._by_name.get(name)
+        if index is None or self._raw[index][1] != kind:
             raise InvalidArtifactError(f"cubin lacks the section {name}")
-        return section
+        return self._section(index)
 
     def strings_of(self, section: Section) -> Strings:
         """The string table that a section links to."""
-        linked = self.sections[section.link] if section.link < len(self.sections) else None
+        linked = self._section(section.link) if section.link < len(self._raw) else None
         if linked is None or linked.type != SectionType.STRTAB:
             raise InvalidArtifactError(
                 f"{section.name} links to section {section.link}, which is no string table"
             )
         return Strings(self.body(linked))
 
-    def _read_sections(self, names_index: int) -> tuple[Section, ...]:
+    # Every load reads this: a section becomes an object only when somebody asks for it.
+
+    def _section(self, index: int) -> Section:
+        _, kind, flags, _, offset, size, link, info, _, _ = self._raw[index]
+        return Section(self._names[index], index, kind, flags, offset, size, link, info)
+
+    def _read_table(self) -> list[tuple[int, ...]]:
+        """The section table's fields; every section lies in the file."""
         size = self._sections * _SECTION.size
         table = cut(self._data, self._sections_offset, size, "the section table")
         raw = list(_SECTION.iter_unpack(table))
+        limit = len(self._data)
         for index, fields in enumerate(raw):
-            if fields[1] not in _WITHOUT_BYTES and fields[4] + fields[5] > len(self._data):
+            if fields[4] + fields[5] > limit and fields[1] not in _WITHOUT_BYTES:
                 cut(self._data, fields[4], fields[5], f"section {index}")
+        return raw
+
+    def _read_names(self, names_index: int) -> list[str]:
+        """The name of each section."""
+        raw = self._raw
         if names_index >= len(raw) or raw[names_index][1] != SectionType.STRTAB:
             raise InvalidArtifactError(
                 f"section {names_index} should hold the section names but is no string table"
             )
         start, length = raw[names_index][4:6]
         name_at = Strings(self._data[start : start + length]).at
-        return tuple(
-            [
-                Section(name_at(name), index, kind, flags, offset, size, link, info)
-                for index, (name, kind, flags, _, offset, size, link, info, _, _) in enumerate(raw)
-            ]
-        )
+        return [name_at(fields[0]) for fields in raw]
 
     def _check_extents(self) -> None:
         """Every segment lies in the file; headers, tables and sections share no byte."""
         extents = [
-            (section.offset, section.size, section.name)
-            for section in self.sections
-            if section.size and section.type not in _WITHOUT_BYTES
+            (fields[4], fields[5], name)
+            for name, fields in zip(self._names, self._raw, strict=True)
+            if fields[5] and fields[1] not in _WITHOUT_BYTES
         ]
         extents.append((0, _HEADER.size, "the ELF header"))
         extents.append((self._sections_offset, self._sections * _SECTION.size, "the section table"))
         if self._segments:
             size = self._segments * _SEGMENT.size
             table = cut(self._data, self._segments_offset, size, "the segment table")
+            limit = len(self._data)
             for fields in _SEGMENT.iter_unpack(table):
-                if fields[2] + fields[5] > len(self._data):
+                if fields[2] + fields[5] > limit:
                     cut(self._data, fields[2], fields[5], "a segment")
             extents.append((self._segments_offset, size, "the segment table"))
         extents.sort()
@@ -172,13 +196,12 @@ class ElfFile:
                 )
             end, before = offset + size, what
 
-    def _index_names(self) -> dict[str, Section]:
-        by_name: dict[str, Section] = {}
-        for section in self.sections:
-            if section.type == SectionType.NULL:
-                continue
-            if by_name.setdefault(section.name, section) is not section:
-                raise InvalidArtifactError(f"cubin has two sections named {section.name!r}")
+    def _index_names(self) -> dict[str, int]:
+        named = [(name, index) for index, name in enumerate(self._names) if self._raw[index][1]]
+        by_name = dict(named)
+        if len(by_name) != len(named):
+            twice = next(name for name, index in named if by_name[name] != index)
+            raise InvalidArtifactError(f"cubin has two sections named {twice!r}")
         return by_name
 
 
@@ -186,18 +209,19 @@ class Strings:
     """A table of NUL-terminated names."""
 
     def __init__(self, table: bytes) -> None:
-        self._table = table
+        # As text, so that a name costs no call to decode it: a byte stays a character.
+        self._table = table.decode("latin-1")
+        self._ascii = table.isascii()
 
     def at(self, offset: int) -> str:
         """The name at an offset; names are ASCII and no longer than a compiler makes them."""
-        end = self._table.find(b"\0", offset, offset + MAX_NAME_BYTES)
+        end = self._table.find("\0", offset, offset + MAX_NAME_BYTES)
         if end < 0:
             raise InvalidArtifactError(f"name at {offset} of a string table has no end")
         name = self._table[offset:end]
-        try:
-            return name.decode("ascii")
-        except UnicodeDecodeError as error:
-            raise InvalidArtifactError(f"name {name!r} is not ASCII") from error
+        if not self._ascii and not name.isascii():
+            raise InvalidArtifactError(f"name {name.encode('latin-1')!r} is not ASCII")
+        return name
 
 
 def cut(data: bytes, offset: int, size: int, what: str) -> bytes:

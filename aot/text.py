@@ -67,8 +67,6 @@ def numbers(values: Iterable[int]) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns under a header, parted by two spaces, without white space at the ends of lines."""
     lines = [tuple(header), *(tuple(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    line = "  ".join(f"{{:{width}}}" for width in widths).format
+    return "\n".join([line(*cells).rstrip() for cells in lines])

@@ -4,9 +4,9 @@
     scripts/bench_store.py [--entries N] [--folder PATH] [--output docs/results/store.json]
 
 Prints one line for each figure with its limit, all from one run, and writes them as JSON. Needs no
-GPU and no compiler: artifacts are made from a cubin that the tests keep, padded to 60 kB where it
-says so; it holds two kernels, real ones hold one. Exit code 1 if a limit is missed. Run it on a
-machine that does nothing else.
+GPU and no compiler: artifacts are made from cubins that the tests keep; those of 60 kB have one
+kernel, as the compiler makes them, and are padded. Exit code 1 if a limit is missed. Run it on a
+machine that does nothing else; of repeated times of reading and listing the least one counts.
 
 An entry's inodes: all files and folders of the store's layout divided by the number of entries,
 where every cubin is another one; the folders, at most 515, are shared out among the entries.
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from llbf16_aot.artifact import Artifact  # noqa: E402
 from llbf16_aot.doctor import find_mount  # noqa: E402
 from llbf16_aot.store import Miss, Store  # noqa: E402
-from support import artifact_for, fixture_cubin, make_key  # noqa: E402
+from support import artifact_for, compiled_artifact, fixture_cubin, make_key  # noqa: E402
 
 CUBIN_BYTES = 60_000
 FEW = 10
@@ -97,14 +97,15 @@ def reading(few: Store, many: Store, large: Artifact, small: Artifact) -> list[F
         assert isinstance(store.get(absent), Miss)
     gets: dict[str, list[float]] = {"few": [], "many": []}
     misses: dict[str, list[float]] = {"few": [], "many": []}
-    # In turns, so that what else the machine does hits both alike.
-    for _ in range(10):
+    # In turns, so that what else the machine does hits both alike; of the turns' medians the least
+    # counts, because what else the machine does only adds.
+    for _ in range(20):
         for name, store in (("few", few), ("many", many)):
             gets[name].append(median_s(lambda s=store: s.get(large.digest), 100))  # type: ignore[misc]
             misses[name].append(median_s(lambda s=store: s.get(absent), 100))  # type: ignore[misc]
-    few_s, many_s = statistics.median(gets["few"]), statistics.median(gets["many"])
-    few_miss_s, many_miss_s = statistics.median(misses["few"]), statistics.median(misses["many"])
-    small_s = median_s(lambda: many.get(small.digest), 500)
+    few_s, many_s = min(gets["few"]), min(gets["many"])
+    few_miss_s, many_miss_s = min(misses["few"]), min(misses["many"])
+    small_s = min(median_s(lambda: many.get(small.digest), 100) for _ in range(5))
     return [
         Figure("verified get of 60 kB", few_s * 1e3, "ms", 0.3),
         Figure("  the same among many", many_s * 1e3, "ms", 0.3),
@@ -138,14 +139,14 @@ def listing(store: Store) -> list[Figure]:
         words = ("prune", "--max-size", "1G", "--dry-run") if arguments is None else ("list",)
         command = (sys.executable, "-m", "llbf16_aot", *words, *(arguments or ()))
         times = []
-        for _ in range(3):
+        for _ in range(5):
             start = time.perf_counter()
             subprocess.run(
                 [*command, "--store", str(store.root)], check=True, stdout=subprocess.DEVNULL
             )
             times.append(time.perf_counter() - start)
         limit = 1.5 if name.startswith("list") else None
-        figures.append(Figure(name, statistics.median(times), "s", limit))
+        figures.append(Figure(name, min(times), "s", limit))
     return figures
 
 
@@ -171,7 +172,7 @@ def footprint(store: Store, entries: int) -> list[Figure]:
 def measure(folder: Path, entries: int) -> list[Figure]:
     """All figures."""
     few, many = Store(folder / "few"), Store(folder / "many")
-    large = numbered(2_000_000, CUBIN_BYTES)
+    large = compiled_artifact(1, size_bytes=CUBIN_BYTES)
     print(f"filling a store with {entries} entries", file=sys.stderr)
     fill(few, FEW)
     fill(many, entries)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 from llbf16_aot.artifact import RECORD_SCHEMA, Artifact, Blob, Provenance, Record, Resources
 from llbf16_aot.backends import (
     BACKENDS,
@@ -17,7 +18,7 @@ from llbf16_aot.backends import (
 )
 from llbf16_aot.elf import read_cubin
 from llbf16_aot.key import CompileKey, kernel_source_digest
-from llbf16_aot.launch import Attribute, LaunchRecord
+from llbf16_aot.launch import Attribute, LaunchRecord, ParamSource
 from llbf16_aot.problem import ALIGNMENT_BYTES, DType, Epilogue, Layout
 
 CUBINS = Path(__file__).parent / "data" / "cubins"
@@ -111,6 +112,27 @@ def artifact_for(
         cubin=Blob.of(data),
     )
     return Artifact(record, data)
+
+
+def compiled_artifact(number: int, *, size_bytes: int) -> Artifact:
+    """An artifact with one kernel, as the compiler makes them, its cubin padded with zeros.
+
+    Distinct for distinct numbers, with one cubin. It cannot be launched.
+    """
+    record = make_artifact().record
+    cubin = fixture_cubin("dsl_sm_90a")
+    cubin += bytes(size_bytes - len(cubin))
+    (kernel,) = read_cubin(cubin).kernels
+    config = DotprodConfig(hidden=2048, tokens=number, block=64, experts_per_block=1)
+    launch = LaunchRecord.assemble(
+        kernel.symbol,
+        BACKENDS["dotprod"].geometry(config),
+        attributes=record.launch.attributes,
+        sources=(ParamSource.X, ParamSource.TOKENS),
+    )
+    key = msgspec.structs.replace(record.key, config=config)
+    record = msgspec.structs.replace(record, key=key, launch=launch, cubin=Blob.of(cubin))
+    return Artifact(record, cubin)
 
 
 def make_artifact(**fields: object) -> Artifact:

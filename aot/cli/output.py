@@ -109,12 +109,15 @@ class Output:
 def _laid_out(data: Mapping[str, object]) -> str:
     import msgspec
 
-    # json itself takes seconds to indent the list of a large store.
-    text = json.dumps(data)
+    # json itself takes seconds for the list of a large store.
     try:
-        return msgspec.json.format(text, indent=2)
-    except msgspec.DecodeError:  # a path with bytes that are no text
-        return json.dumps(data, indent=2)
+        encoded = msgspec.json.encode(data)
+    except UnicodeEncodeError:  # a path with bytes that are no text
+        encoded = b""
+    if encoded and encoded.isascii():
+        return msgspec.json.format(encoded, indent=2).decode("ascii")
+    # ASCII goes through every stream.
+    return json.dumps(msgspec.to_builtins(data), indent=2)
 
 
 def error_data(error: AotError) -> dict[str, str]:

@@ -12,7 +12,7 @@ from .opened import STORE_VARIABLES, hint_command, open_below, open_store, quote
 from .output import Output
 
 if TYPE_CHECKING:
-    from ..artifact import Artifact, Record
+    from ..artifact import Artifact
     from ..errors import AotError
     from ..repair import Repair
     from ..scan import Entry
@@ -69,7 +69,7 @@ def _list(output: Output, store: Store, layers: tuple[Store, ...]) -> None:
             record = entry.record
             weight = size(record.cubin.size_bytes)
             rows.append((short(entry.digest), *key_cells(record.key), weight, *extra))
-            data["record"] = _record_data(record)
+            data["record"] = record
         else:
             reason = "damaged" if entry.reason is None else entry.reason.value
             rows.append((short(entry.digest), reason, *[""] * len(KEY_HEADER), *extra))
@@ -122,7 +122,7 @@ def show_command(
             "digest": found.digest,
             "from": str(source.root),
             "pinned": pinned,
-            "record": _record_data(record),
+            "record": record,
             "cubin_path": str(path),
         },
         _record_text(found, path, pinned=pinned),
@@ -310,13 +310,6 @@ def _repair_text(mended: Repair) -> str:
     lines += [f"removed the damaged file {path}" for path in mended.blobs]
     lines += [f"left {miss.digest}: {miss.detail}" for miss in mended.left]
     return "\n".join(lines) or "nothing to repair"
-
-
-def _record_data(record: Record) -> dict[str, object]:
-    import msgspec
-
-    data: dict[str, object] = msgspec.to_builtins(record)
-    return data
 
 
 def _record_text(found: Artifact, path: Path, *, pinned: bool) -> str:

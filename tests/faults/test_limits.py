@@ -13,18 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from faults import bugs
 from faults.harness import leftovers, numbered
 from faults.tally import Tally
 from llbf16_aot.artifact import Artifact, Blob
-from llbf16_aot.backends import BACKENDS, DotprodConfig
-from llbf16_aot.elf import read_cubin
-from llbf16_aot.launch import LaunchRecord, ParamSource
 from llbf16_aot.scan import scan
 from llbf16_aot.store import Store
-from support import fixture_cubin
+from support import compiled_artifact
 
 Sizes = Callable[[int, int], int]
 
@@ -108,21 +104,7 @@ def best_s(
 
 def large(number: int) -> Artifact:
     """An artifact with one kernel, as the compiler makes them, padded to a cubin of 60 kB."""
-    config = DotprodConfig(hidden=2048, tokens=number, block=64, experts_per_block=1)
-    record = numbered(0).record
-    cubin = fixture_cubin("dsl_sm_90a")
-    cubin += bytes(60_000 - len(cubin))
-    (kernel,) = read_cubin(cubin).kernels
-    launch = LaunchRecord.assemble(
-        kernel.symbol,
-        BACKENDS["dotprod"].geometry(config),
-        attributes=record.launch.attributes,
-        sources=(ParamSource.X, ParamSource.TOKENS),
-    )
-    key = msgspec.structs.replace(record.key, config=config)
-    return Artifact(
-        msgspec.structs.replace(record, key=key, launch=launch, cubin=Blob.of(cubin)), cubin
-    )
+    return compiled_artifact(number, size_bytes=60_000)
 
 
 def speeds(tally: Tally, store: Store, disk: Store, slack: int) -> None:
