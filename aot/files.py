@@ -178,6 +178,14 @@ class Directory:
             return False
         return True
 
+    def stamp(self, name: str) -> tuple[int, int] | None:
+        """What tells the file of that name from others before or after it; None for no file."""
+        try:
+            status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_ctime_ns
+
     def read(self, name: str, *, limit_bytes: int, size_bytes: int | None = None) -> bytes:
         """The bytes of a regular file that has the expected size, at most `limit_bytes`."""
         return self.read_dated(name, limit_bytes=limit_bytes, size_bytes=size_bytes)[0]

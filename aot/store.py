@@ -327,21 +327,23 @@ class Store:
                 version, shard = self._open_refs(stack, digest)
             except FileNotFoundError as error:
                 raise _AbsentError(f"{shown(error.filename)} does not exist") from error
-            before: bytes | None = None
             missing = ""
+            stamp: tuple[int, int] | None = (0, 0)
             for _ in range(_REREADS):
                 try:
                     line = shard.read(digest, limit_bytes=MAX_REF_BYTES)
                 except FileNotFoundError as error:
                     raise _AbsentError(f"{shown(error.filename)} does not exist") from error
-                if line == before:
-                    break
                 try:
                     return _read_entry(version, line, f"{shard.path}/{digest}", digest)
                 except FileNotFoundError as error:
-                    # A blob that goes after its ref was read was pruned, or its entry replaced:
-                    # then the ref is another by now, or none.
-                    before, missing = line, f"{shown(error.filename)} is missing"
+                    missing = f"{shown(error.filename)} is missing"
+                # A blob that goes after its ref was read was pruned, or its entry replaced, perhaps
+                # by the same bytes: then the ref is another file by now, or none. Only one that
+                # stayed, while its blob was looked for once more, is damaged.
+                before, stamp = stamp, shard.stamp(digest)
+                if stamp == before:
+                    break
             raise DamagedEntryError(missing)
 
     def _make_version(self, stack: ExitStack) -> tuple[Directory, Directory]:

@@ -14,6 +14,15 @@ NOBODY = 65534
 LIMIT_S = 30
 
 
+def heed_signals() -> None:
+    """For a program that is to be ended by signals: what ignores them here is not passed on.
+
+    A runner in the background ignores SIGINT, and one under nohup SIGHUP; Python leaves both so.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Outcome(NamedTuple):
     """How a child ended: with a value, with an exception, or by a signal."""
 

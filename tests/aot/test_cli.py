@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from children import heed_signals
 from fake_builds import forbid_compiling, manifest_text, use_fake_compiler
 from fake_compiler import Deed
 from llbf16_aot import builder, check, explain, key
@@ -703,8 +704,7 @@ def start_program(*arguments: str, **environ: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment(**environ),
-        # A runner in the background passes on an ignored SIGINT, and Python would leave it so.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_signals,
     )
 
 

@@ -9,6 +9,7 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from llbf16_aot.errors import (
     UntrustedStoreError,
     UsageError,
 )
+from llbf16_aot.files import Directory
 from llbf16_aot.problem import DType
 from llbf16_aot.store import Miss, MissReason, Store
 from support import artifact_for, files_below, fixture_cubin, flipped, make_artifact, make_key
@@ -290,6 +292,33 @@ def test_a_record_that_is_sound_but_not_this_one_is_a_miss(
         assert planted(store, artifact, data).reason is MissReason.DAMAGED, data[:80]
     store.publish(artifact)
     assert store.get(artifact.digest) == artifact
+
+
+def test_an_entry_that_comes_back_the_same_while_it_is_read_is_found(
+    store: Store, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pruned behind the reader's look at the ref, and built again: the ref's text is the same."""
+    store.publish(artifact)
+    real = Directory.read
+    happened: list[str] = []
+
+    def read(self: Directory, name: str, **limits: Any) -> bytes:
+        try:
+            data = real(self, name, **limits)
+        except FileNotFoundError:
+            if happened == ["pruned"]:
+                store.publish(artifact)
+                happened.append("built")
+            raise
+        if not happened:
+            for path in PARTS.values():
+                path(store, artifact).unlink()
+            happened.append("pruned")
+        return data
+
+    monkeypatch.setattr(Directory, "read", read)
+    assert store.get(artifact.digest) == artifact
+    assert happened == ["pruned", "built"]
 
 
 def test_a_missing_blob_is_damage_and_not_absence(store: Store, artifact: Artifact) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from children import heed_signals
 from faults.harness import leftovers
 from faults.tally import Tally
 from llbf16_aot.builder import build
@@ -177,7 +178,7 @@ class Interrupted:
             stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=self.folder,
             env={**os.environ, "FAULTS_TESTS": str(Path(__file__).parents[1]),
                  "TMPDIR": str(self.folder / "scratch"), "LLBF16_AOT_TUNING": "reference"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heed_signals,
         )  # fmt: skip
 
     def judge(self, tally: Tally, code: int, err: str, wanted: tuple[int, ...], where: str) -> None:
