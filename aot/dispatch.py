@@ -22,7 +22,7 @@ from .errors import (
 from .files import read_regular
 from .fp32_tiles import default_tile
 from .key import CompileKey, check_target
-from .problem import DType, Problem, Target
+from .problem import FEW_TOKENS, DType, Problem, Target
 
 __all__ = [
     "PACKAGED_TABLES",
@@ -66,8 +66,9 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tile for the problems within its ranges, both ends included; an absent range admits all.
+    """A tile for the problems within its ranges, both ends included.
 
+    An absent range of experts or hidden sizes admits all, one of tokens all up to FEW_TOKENS.
     `weight_dtype` tells for which weights the rule is, and bf16 goes without saying. A rule admits
     no x of a type that its tile's family does not take.
     """
@@ -81,14 +82,18 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     def admits(self, problem: Problem) -> bool:
         """Whether the rule is for the problem's operands, and the problem within every range."""
+        # What tells most rules apart comes first: a table has hundreds, a manifest thousands of
+        # problems.
+        hidden, experts = self.hidden, self.experts
+        if hidden is not None and not hidden[0] <= problem.hidden <= hidden[1]:
+            return False
+        if experts is not None and not experts[0] <= problem.experts <= experts[1]:
+            return False
+        first, last = self.tokens or (1, FEW_TOKENS)
+        if not first <= problem.tokens <= last or self.weight_dtype is not problem.weight_dtype:
+            return False
         operands = (problem.x_dtype, problem.weight_dtype)
-        return (
-            self.weight_dtype is problem.weight_dtype
-            and (isinstance(self.use, LibraryTile) or operands in OPERANDS[backend_name(self.use)])
-            and (self.tokens is None or self.tokens[0] <= problem.tokens <= self.tokens[1])
-            and (self.experts is None or self.experts[0] <= problem.experts <= self.experts[1])
-            and (self.hidden is None or self.hidden[0] <= problem.hidden <= self.hidden[1])
-        )
+        return isinstance(self.use, LibraryTile) or operands in OPERANDS[backend_name(self.use)]
 
 
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,8 +109,9 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tuning table for one target: the first rule that admits a problem decides.
 
-    The last rule is for bf16 weights and has no range, so every problem with such weights finds a
-    rule. One with fp32 weights that finds none is served by `fp32_tiles.default_tile`.
+    The last rule is for bf16 weights and has no range, so every problem with such weights and up to
+    FEW_TOKENS tokens finds a rule; one with more that finds none is left to the library. One with
+    fp32 weights that finds none is served by `fp32_tiles.default_tile`.
     """
 
     schema: int
@@ -121,6 +127,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
                 return rule.use
         if problem.weight_dtype is DType.FP32:
             return default_tile(problem)
+        if problem.tokens > FEW_TOKENS:
+            return LibraryTile()
         raise TuningTableError(f"tuning table {self.name} has no rule for {problem}")
 
 

@@ -135,13 +135,12 @@ def _versions() -> Iterator[Finding]:
     version = platform.python_version()
     yield Finding(section, "python", version, version)
     yield Finding(section, "llbf16-aot", builder_version(), builder_version())
-    for name, use in (("torch", "load_and_run"), ("cuda-bindings", "load_and_run")):
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            yield Finding(section, name, None, f"not installed; {use} needs it")
-        else:
-            yield Finding(section, name, found, found)
+    try:
+        found = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        yield Finding(section, "torch", None, "not installed; load_and_run needs it")
+    else:
+        yield Finding(section, "torch", found, found)
 
 
 def _compiler() -> Iterator[Finding]:

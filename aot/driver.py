@@ -7,7 +7,9 @@ library is opened by `CudaDriver()`, not by the import.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, NewType, Protocol
 
 from .compat import check_driver
@@ -37,6 +39,14 @@ MIN_DRIVER_VERSION = 12040
 """CUDA 12.4, the first with cuKernelGetParamInfo and cuFuncLoad."""
 
 _NAME_BYTES = 256
+
+# Numbers of cuda.h.
+_INVALID_VALUE = 1
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
+_MAX_DYNAMIC_SHARED_BYTES = 8
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+
+_out = ctypes.byref
 
 WORD_BYTES = 8
 """Bytes of a word of the parameter buffer, which is also those of a pointer."""
@@ -134,28 +144,17 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """The driver of this machine. Raises DriverError where libcuda or cuda-bindings is missing."""
+    """The driver of this machine, called through ctypes: docs/notes/host.md has the comparison.
+
+    Raises DriverError where libcuda is missing or too old.
+    """
 
     def __init__(self) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise DriverError(
-                f"cuda.bindings.driver cannot be imported: {error}",
-                hint="pip install 'llbf16-aot[runtime]'",
-            ) from error
-        self._api: Any = driver
-        self._primary_contexts: dict[int, Any] = {}
+        self._api = api = _Libcuda()
+        self._primary_contexts: dict[int, int] = {}
         self._lock = threading.Lock()
-        try:
-            result = driver.cuInit(0)
-        except (RuntimeError, OSError) as error:  # the bindings open libcuda on the first call
-            raise DriverError(
-                f"libcuda.so.1 cannot be opened: {error}",
-                hint="install the NVIDIA driver, or start the container with its GPUs",
-            ) from error
-        self._value("cuInit", result)
-        version = int(self._value("cuDriverGetVersion", driver.cuDriverGetVersion()))
+        api("cuInit", 0)
+        version = api.number("cuDriverGetVersion")
         self.cuda_version = _dotted(version)
         """The CUDA version that the driver speaks, as 13.0."""
         self.cuda_release = (version // 1000, version % 1000 // 10)
@@ -169,33 +168,28 @@ class CudaDriver:
 
     def compute_capability(self, device: int) -> tuple[int, int]:
         """Major and minor number of a device."""
-        names = self._api.CUdevice_attribute
         handle = self._device(device)
         major, minor = (
-            int(self._value("cuDeviceGetAttribute", self._api.cuDeviceGetAttribute(name, handle)))
-            for name in (
-                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
+            self._api.number("cuDeviceGetAttribute", name, handle)
+            for name in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR)
         )
         return major, minor
 
     def device_count(self) -> int:
         """How many GPUs the driver shows to this process."""
-        return int(self._value("cuDeviceGetCount", self._api.cuDeviceGetCount()))
+        return self._api.number("cuDeviceGetCount")
 
     def has_context(self, device: int) -> bool:
         """Whether the device's primary context, which torch uses, is active in this process."""
-        result = self._api.cuDevicePrimaryCtxGetState(self._device(device))
-        if result[0]:
-            raise _error(self._api, "cuDevicePrimaryCtxGetState", result[0])
-        return bool(result[2])
+        flags, active = ctypes.c_uint(), ctypes.c_int()
+        self._api("cuDevicePrimaryCtxGetState", self._device(device), _out(flags), _out(active))
+        return bool(active.value)
 
     def device_name(self, device: int) -> str:
         """The product name of a device."""
-        result = self._api.cuDeviceGetName(_NAME_BYTES, self._device(device))
-        name: bytes = self._value("cuDeviceGetName", result)
-        return name.split(b"\0")[0].decode(errors="replace")
+        name = ctypes.create_string_buffer(_NAME_BYTES)
+        self._api("cuDeviceGetName", name, _NAME_BYTES, self._device(device))
+        return name.value.decode(errors="replace")
 
     def bind_context(self, device: int) -> None:
         """Make the device's primary context current, unless a context of this device is already.
@@ -204,19 +198,14 @@ class CudaDriver:
         allocator serves memory without such a call.
         """
         handle = self._device(device)
-        context = self._value("cuCtxGetCurrent", self._api.cuCtxGetCurrent())
-        if int(context):
-            owner = self._value("cuCtxGetDevice", self._api.cuCtxGetDevice())
-            if int(owner) == int(handle):
-                return
+        if self._api.handle("cuCtxGetCurrent") and self._api.number("cuCtxGetDevice") == handle:
+            return
         with self._lock:
             primary = self._primary_contexts.get(device)
             if primary is None:
-                primary = self._value(
-                    "cuDevicePrimaryCtxRetain", self._api.cuDevicePrimaryCtxRetain(handle)
-                )
+                primary = self._api.handle("cuDevicePrimaryCtxRetain", handle)
                 self._primary_contexts[device] = primary
-        self._value("cuCtxSetCurrent", self._api.cuCtxSetCurrent(primary))
+        self._api("cuCtxSetCurrent", ctypes.c_void_p(primary))
 
     def load_library(self, cubin: bytes) -> Library:
         """Load machine code from memory. The driver keeps its own copy.
@@ -225,32 +214,35 @@ class CudaDriver:
         Raises DriverTooOldError, with both versions, for code of a later CUDA than the driver's.
         """
         check_driver(cubin, self.cuda_release)
-        result = self._api.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
-        return Library(int(self._value("cuLibraryLoadData", result)))
+        options = (None, None, 0)
+        return Library(self._api.handle("cuLibraryLoadData", cubin, *options, *options))
 
     def unload_library(self, library: Library) -> None:
         """Unload machine code of which no kernel was launched."""
-        self._value("cuLibraryUnload", self._api.cuLibraryUnload(self._api.CUlibrary(library)))
+        self._api("cuLibraryUnload", ctypes.c_void_p(library))
 
     def get_kernel(self, library: Library, symbol: str) -> Kernel:
         """The kernel of this symbol."""
-        result = self._api.cuLibraryGetKernel(self._api.CUlibrary(library), symbol.encode())
-        return Kernel(int(self._value(f"cuLibraryGetKernel({symbol})", result)))
+        arguments = ctypes.c_void_p(library), symbol.encode()
+        return Kernel(self._api.handle("cuLibraryGetKernel", *arguments, detail=symbol))
 
     def param_info(self, kernel: Kernel) -> tuple[tuple[int, int], ...]:
         """Offset and size in bytes of every parameter, in order.
 
         The driver has no call for their number: an index past the last one is an invalid value.
         """
-        handle = self._api.CUkernel(kernel)
         found: list[tuple[int, int]] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        name = "cuKernelGetParamInfo"
         for index in range(MAX_PARAMS):
-            error, offset, size = self._api.cuKernelGetParamInfo(handle, index)
-            if error == self._api.CUresult.CUDA_ERROR_INVALID_VALUE:
+            code = self._api.code(
+                name, ctypes.c_void_p(kernel), ctypes.c_size_t(index), _out(offset), _out(size)
+            )
+            if code == _INVALID_VALUE:
                 return tuple(found)
-            self._value(f"cuKernelGetParamInfo({index})", (error, None))
-            found.append((int(offset), int(size)))
-        raise DriverError(f"cuKernelGetParamInfo reports more than {MAX_PARAMS} parameters")
+            self._api.check(code, f"{name}({index})")
+            found.append((offset.value, size.value))
+        raise DriverError(f"{name} reports more than {MAX_PARAMS} parameters")
 
     def make_ready(self, kernel: Kernel, device: int, *, dynamic_shared_bytes: int) -> None:
         """Load the kernel into the current context and allow its dynamic shared memory.
@@ -260,51 +252,51 @@ class CudaDriver:
         C++ Programming Guide, "Shared Memory" of compute capability 9.0); static shared memory
         counts too, so it is asked for at any size.
         """
-        handle = self._api.CUkernel(kernel)
+        handle = ctypes.c_void_p(kernel)
         if dynamic_shared_bytes:
-            attribute = self._api.CUfunction_attribute
-            result = self._api.cuKernelSetAttribute(
-                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            self._api(
+                "cuKernelSetAttribute",
+                _MAX_DYNAMIC_SHARED_BYTES,
                 dynamic_shared_bytes,
                 handle,
                 self._device(device),
+                detail=f"shared memory {dynamic_shared_bytes}",
             )
-            self._value(f"cuKernelSetAttribute(shared memory {dynamic_shared_bytes})", result)
-        function = self._value("cuKernelGetFunction", self._api.cuKernelGetFunction(handle))
-        self._value("cuFuncLoad", self._api.cuFuncLoad(function))
+        function = self._api.handle("cuKernelGetFunction", handle)
+        self._api("cuFuncLoad", ctypes.c_void_p(function))
 
     def prepare(self, kernel: Kernel, config: LaunchConfig) -> PreparedLaunch:
         """The driver's launch structure and parameter buffer, filled in once."""
         return _CudaLaunch(self._api, kernel, config)
 
-    def _device(self, device: int) -> Any:
-        return self._value(f"cuDeviceGet({device})", self._api.cuDeviceGet(device))
-
-    def _value(self, call: str, result: tuple[Any, ...]) -> Any:
-        """The value of a call's `(code, value)`; raises DriverError where the code is an error."""
-        if result[0]:
-            raise _error(self._api, call, result[0])
-        return result[1] if len(result) > 1 else None
+    def _device(self, device: int) -> int:
+        return self._api.number("cuDeviceGet", device, detail=str(device))
 
 
 class _CudaLaunch:
     """`cuLaunchKernelEx` with everything but stream and parameters in place."""
 
-    def __init__(self, api: Any, kernel: Kernel, config: LaunchConfig) -> None:
+    def __init__(self, api: _Libcuda, kernel: Kernel, config: LaunchConfig) -> None:
         self._api = api
         self._describe = f"grid {config.grid}, block {config.block}, cluster {config.cluster}"
-        # A kernel handle stands in for a function handle: the stream's context decides.
-        self._function = api.CUfunction(kernel)
-        self._launch = api.cuLaunchKernelEx
-        launch = api.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = config.grid
-        launch.blockDimX, launch.blockDimY, launch.blockDimZ = config.block
-        launch.sharedMemBytes = config.dynamic_shared_bytes
-        launch.hStream = 0
-        attributes = self._attributes(config)
-        launch.attrs = attributes
-        launch.numAttrs = len(attributes)
-        self._config = launch
+        self._attributes = (_LaunchAttribute * 2)()
+        count = 0
+        if config.cluster != (1, 1, 1):
+            self._attributes[count].id = _CLUSTER_DIMENSION
+            self._attributes[count].value[:3] = config.cluster
+            count += 1
+        if config.programmatic:
+            self._attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION
+            self._attributes[count].value[0] = 1
+            count += 1
+        self._config = _LaunchConfig(
+            grid=config.grid,
+            block=config.block,
+            dynamic_shared_bytes=config.dynamic_shared_bytes,
+            stream=None,
+            attributes=ctypes.addressof(self._attributes),
+            attribute_count=count,
+        )
         self._stream = 0
         self._buffer = (ctypes.c_uint64 * words_of(config.params_size_bytes))()
         self.params = memoryview(self._buffer).cast("B")
@@ -312,23 +304,15 @@ class _CudaLaunch:
         self._pointers = (ctypes.c_void_p * (len(config.params) or 1))(
             *(base + offset for offset, _ in config.params)
         )
-        self._pointers_address = ctypes.addressof(self._pointers)
-
-    def _attributes(self, config: LaunchConfig) -> list[Any]:
-        names = self._api.CUlaunchAttributeID
-        found: list[Any] = []
-        if config.cluster != (1, 1, 1):
-            cluster = self._api.CUlaunchAttribute()
-            cluster.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dim = cluster.value.clusterDim
-            dim.x, dim.y, dim.z = config.cluster
-            found.append(cluster)
-        if config.programmatic:
-            programmatic = self._api.CUlaunchAttribute()
-            programmatic.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            programmatic.value.programmaticStreamSerializationAllowed = 1
-            found.append(programmatic)
-        return found
+        # A kernel handle stands in for a function handle: the stream's context decides. One call
+        # without a frame of Python's own.
+        self._enqueue = functools.partial(
+            api.launch_function(),
+            ctypes.addressof(self._config),
+            kernel,
+            ctypes.addressof(self._pointers),
+            None,
+        )
 
     def __call__(self, stream: int, params: bytes) -> None:
         self.params[: len(params)] = params
@@ -336,11 +320,107 @@ class _CudaLaunch:
 
     def launch(self, stream: int) -> None:
         if stream != self._stream:
-            self._config.hStream = stream
+            self._config.stream = stream
             self._stream = stream
-        result = self._launch(self._config, self._function, self._pointers_address, 0)
-        if result[0]:
-            raise _error(self._api, f"cuLaunchKernelEx({self._describe})", result[0])
+        code = self._enqueue()
+        if code:
+            self._api.check(code, f"cuLaunchKernelEx({self._describe})")
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute`: an identifier and a union of 64 bytes, aligned to 8."""
+
+    _fields_ = (
+        ("id", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+        ("value", ctypes.c_uint32 * 16),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("dynamic_shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint32),
+    )
+
+
+class _Libcuda:
+    """libcuda.so.1: calls by name. Raises DriverError where it, or a function of it, is missing.
+
+    Functions are those that the library exports under the plain name: of none that is used here
+    does cuda.h give a newer form to the same name. Arguments are ints for C's int and unsigned,
+    bytes for text, and ctypes objects for all else.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise DriverError(
+                f"libcuda.so.1 cannot be opened: {error}",
+                hint="install the NVIDIA driver, or start the container with its GPUs",
+            ) from error
+
+    def __call__(self, name: str, *arguments: Any, detail: str = "") -> None:
+        """Call a function; raises DriverError for a code that is an error."""
+        code = self.code(name, *arguments)
+        if code:
+            self.check(code, f"{name}({detail})" if detail else name)
+
+    def number(self, name: str, *arguments: Any, detail: str = "") -> int:
+        """What a function writes behind its first argument, an int that is not given here."""
+        result = ctypes.c_int()
+        self(name, _out(result), *arguments, detail=detail)
+        return result.value
+
+    def handle(self, name: str, *arguments: Any, detail: str = "") -> int:
+        """The same with a pointer or a handle."""
+        result = ctypes.c_void_p()
+        self(name, _out(result), *arguments, detail=detail)
+        return result.value or 0
+
+    def code(self, name: str, *arguments: Any) -> int:
+        """Call a function and give its code to who wants to look at it."""
+        code: int = self._function(name)(*arguments)
+        return code
+
+    def check(self, code: int, call: str) -> None:
+        """Raise DriverError for a code that is an error, with the driver's own words for it."""
+        if not code:
+            return
+        name, text = (self._text(what, code) for what in ("cuGetErrorName", "cuGetErrorString"))
+        label = f"{name} ({code})" if name else f"error {code}"
+        raise DriverError(f"{call} failed with {label}{f': {text}' if text else ''}")
+
+    def launch_function(self) -> Callable[[int, int, int, None], int]:
+        """`cuLaunchKernelEx` of addresses, which lets other threads run while it does."""
+        # Declared as addresses: ctypes converts an int faster than it checks a pointer's type.
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        function: Callable[[int, int, int, None], int] = prototype(
+            ("cuLaunchKernelEx", self._library)
+        )
+        return function
+
+    def _function(self, name: str) -> Any:
+        try:
+            return getattr(self._library, name)
+        except AttributeError as error:
+            raise DriverError(
+                f"libcuda.so.1 has no function {name}",
+                hint="install an NVIDIA driver of release 550 or newer",
+            ) from error
+
+    def _text(self, name: str, code: int) -> str:
+        found = ctypes.c_char_p()
+        if self.code(name, code, _out(found)) or found.value is None:
+            return ""
+        return found.value.decode(errors="replace")
 
 
 def inventory() -> Inventory:
@@ -358,12 +438,3 @@ def inventory() -> Inventory:
 def _dotted(version: int) -> str:
     """A version of the driver as people write it: 12.4 for 12040."""
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-def _error(api: Any, call: str, code: Any) -> DriverError:
-    """The error of a call, with the driver's own name and words for its code."""
-    named, name = api.cuGetErrorName(code)
-    told, text = api.cuGetErrorString(code)
-    label = f"{name.decode()} ({int(code)})" if not named and name else f"error {int(code)}"
-    words = f": {text.decode()}" if not told and text else ""
-    return DriverError(f"{call} failed with {label}{words}")

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 
+import msgspec
+
 from .backends import bf16x3, fp32, oneshot, works
 from .backends.bf16x3 import HIDDEN_TILE, Bf16x3Config, Bf16x3Tile
 from .backends.fp32 import Fp32Config, Fp32Tile
 from .backends.oneshot import BLOCK_ELEMENTS, OneshotConfig, OneshotTile
 from .errors import UnsupportedProblemError
-from .problem import DType, Problem
+from .problem import FEW_TOKENS, DType, Problem
 
 __all__ = ["bf16x3_space", "default_tile", "fp32_space"]
 
@@ -39,11 +41,16 @@ BF16X3_STAGES = (2, 3, 4)
 MAX_WASTE = 0.15
 """Largest share of lanes that load nothing, where another tile wastes less."""
 
-MAX_SMALL = 64
-"""Largest M whose `bf16x3` tile is chosen for its own sake."""
+SPANS = (128, 256, 512, 1024)
+"""Upper ends of the spans of M above FEW_TOKENS that share a tile, and so an artifact. Larger M
+belong to the last."""
 
-MANY = 512
-"""The M that the tile for every M above is chosen for."""
+ONE_WAVE, TWO_WAVES = range(1, 101), range(150, 201)
+"""Blocks of `bf16x3` that an H200 runs at once, one or two on each SM. In between, and above, some
+SMs have twice the work of others: in a sweep over 5 shapes clusters of 6 beat those of 8 there."""
+
+LEAST_SPLIT_OF_SMALL = 6
+"""Least split of K with which tiles of 64 tokens are taken."""
 
 ONESHOT_TOKENS = (3, 64)
 """M that `oneshot` serves where x is bf16, by the 5 shapes measured on an H200: 1 and 2 are left to
@@ -90,9 +97,10 @@ def default_tile(problem: Problem) -> Fp32Tile | Bf16x3Tile | OneshotTile:
             return tile
     if problem.tokens <= fp32.MAX_TOKENS:
         return _default_fp32(problem.hidden, problem.experts, problem.tokens, problem.x_dtype)
-    # One artifact serves every large M: the tile must not depend on it.
-    tokens = problem.tokens if problem.tokens <= MAX_SMALL else MANY
-    return _default_bf16x3(problem.hidden, problem.experts, tokens)
+    if problem.tokens <= FEW_TOKENS:
+        return _default_bf16x3(problem.hidden, problem.experts, problem.tokens)
+    tokens = next((most for most in SPANS if most >= problem.tokens), SPANS[-1])
+    return _large_bf16x3(problem.hidden, problem.experts, tokens)
 
 
 def fp32_space(hidden: int, tokens: int, x_dtype: DType = DType.BF16) -> tuple[Fp32Tile, ...]:
@@ -137,6 +145,33 @@ def _default_bf16x3(hidden: int, experts: int, tokens: int) -> Bf16x3Tile:
             _estimate_bf16x3(bf16x3.config_for(tile, problem), problem),
             -tile.stages,
         ),
+    )
+
+
+def _large_bf16x3(hidden: int, experts: int, tokens: int) -> Bf16x3Tile:
+    """A tile that gives all SMs alike to do: the shape that won wherever M above 64 was measured.
+
+    Small tiles where K can be split enough to fill the GPU with them, large ones elsewhere, which
+    read less for each product.
+    """
+    tile = Bf16x3Tile(tokens_tile=64, experts_tile=32, k_warps=2, split_k=1, stages=3)
+    clusters = -(-experts // tile.experts_tile) * -(-tokens // tile.tokens_tile)
+    split_k = _even_split(clusters, hidden)
+    if split_k < LEAST_SPLIT_OF_SMALL:
+        tile = Bf16x3Tile(tokens_tile=128, experts_tile=32, k_warps=1, split_k=1, stages=3)
+        clusters = -(-experts // tile.experts_tile) * -(-tokens // tile.tokens_tile)
+        split_k = _even_split(clusters, hidden)
+    return msgspec.structs.replace(tile, split_k=split_k)
+
+
+def _even_split(clusters: int, hidden: int) -> int:
+    """The largest split of K for so many clusters that fills an H200 once or twice; 1 at least."""
+    most = -(-hidden // HIDDEN_TILE)
+    return max(
+        split_k
+        for split_k in BF16X3_SPLITS
+        if split_k == 1
+        or (split_k <= most and (clusters * split_k in ONE_WAVE or clusters * split_k in TWO_WAVES))
     )
 
 

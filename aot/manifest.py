@@ -6,8 +6,9 @@ what is allowed, all of it at once.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
@@ -21,9 +22,11 @@ __all__ = [
     "MANIFEST_SCHEMA",
     "MAX_FILE_BYTES",
     "MAX_ROUTERS",
+    "PARSED_FILE",
     "Manifest",
     "Router",
     "packaged_manifests",
+    "parsed_form",
 ]
 
 MANIFEST_SCHEMA = 1
@@ -32,6 +35,10 @@ MAX_FILE_BYTES = 64 * 1024
 """Largest manifest: the YAML parser is slow, and a larger one is no manifest but an attack."""
 
 MAX_ROUTERS = 500
+
+PARSED_FILE = "parsed.json"
+"""The packaged manifests once more, parsed; tests/aot/test_manifest.py, run with the variable
+LLBF16_AOT_UPDATE_GOLDEN=1, writes it."""
 
 
 class Router(msgspec.Struct, frozen=True):
@@ -84,20 +91,21 @@ class Manifest(msgspec.Struct, frozen=True):
         A name without a folder that is no file here is looked up among `packaged_manifests`. Raises
         ManifestError.
         """
-        from .manifest_reader import did_you_mean
-
         path = Path(where)
         # os.path.exists, unlike Path.exists, does not raise for names that are too long.
         if not os.path.exists(path) and path.parent == Path() and not path.is_absolute():
             name = path.name.removesuffix(".yaml")
-            if name in packaged_manifests():
-                path = _folder() / f"{name}.yaml"
-            else:
+            if name not in packaged_manifests():
+                from .manifest_reader import did_you_mean
+
                 raise ManifestError(
                     f"{where}:1: no such file, and no manifest of this name comes with the package"
                     f"{did_you_mean(name, packaged_manifests())}",
                     hint=f"name a file, or one of {', '.join(packaged_manifests())}",
                 )
+            path = _folder() / f"{name}.yaml"
+            text = _read(path)
+            return _parsed_before(text, str(path)) or cls.parse(text, origin=str(path))
         return cls.parse(_read(path), origin=str(path))
 
     @classmethod
@@ -114,6 +122,34 @@ class Manifest(msgspec.Struct, frozen=True):
 def packaged_manifests() -> tuple[str, ...]:
     """Names of the manifests that come with the package, sorted."""
     return tuple(sorted(path.stem for path in _folder().glob("*.yaml")))
+
+
+def parsed_form(names: Iterable[str]) -> bytes:
+    """What `PARSED_FILE` holds: packaged manifests by the digest of their text, as JSON.
+
+    A process that preloads a packaged manifest reads this: importing the YAML parser and parsing
+    takes longer than loading the kernels.
+    """
+    found = {}
+    for name in sorted(names):
+        text = _read(_folder() / f"{name}.yaml")
+        found[_digest(text)] = Manifest.parse(text, origin="")
+    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+
+
+def _parsed_before(text: str, origin: str) -> Manifest | None:
+    """The manifest of a text that was parsed when the package was made; None for any other."""
+    try:
+        data = (_folder() / PARSED_FILE).read_bytes()
+        raw = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(_digest(text))
+        parsed = None if raw is None else msgspec.json.decode(raw, type=Manifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return None if parsed is None else msgspec.structs.replace(parsed, origin=origin)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _folder() -> Path:

@@ -13,9 +13,9 @@ from .errors import AotError, ManifestError, TargetError
 from .key import check_target
 from .manifest import MANIFEST_SCHEMA, MAX_ROUTERS, Manifest, Router
 from .problem import (
+    FEW_TOKENS,
     MAX_EXPERTS,
     MAX_HIDDEN,
-    MAX_TOKENS,
     OPERAND_TOKENS,
     VECTOR_ELEMENTS,
     DType,
@@ -312,16 +312,16 @@ class _Reader:
 
     def _tokens(self, node: Node, field: str, *, largest: int) -> tuple[int, ...]:
         """Values of M up to `largest`; ranges end at 64, so that short text is a short list."""
-        ranges = f"a range up to {MAX_TOKENS}" if largest > MAX_TOKENS else "a range"
+        ranges = f"a range up to {FEW_TOKENS}" if largest > FEW_TOKENS else "a range"
         allowed = f"a number from 1 to {largest}, {ranges} such as 1-16, or a list of both"
         values: set[int] = set()
         members = self._one_or_list(node, field)
         if not members:
             raise _Wrong(node, f"{field} is empty, must be {allowed}")
-        if len(members) > MAX_TOKENS:
+        if len(members) > FEW_TOKENS:
             # Every router reads the defaults' list again: its length must not multiply.
             raise _Wrong(
-                node, f"{field} lists {len(members)} entries, at most {MAX_TOKENS} are read"
+                node, f"{field} lists {len(members)} entries, at most {FEW_TOKENS} are read"
             )
         for member in members:
             value = _scalar(member)
@@ -330,7 +330,7 @@ class _Reader:
                 first, last = int(match[1]), int(match[2])
             else:
                 first = last = self._integer(member, field, allowed)
-            end = largest if match is None else min(largest, MAX_TOKENS)
+            end = largest if match is None else min(largest, FEW_TOKENS)
             if not 1 <= first <= last <= end:
                 raise _Wrong(member, f"{field} is {value}, must be {allowed}")
             values.update(range(first, last + 1))

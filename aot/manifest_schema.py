@@ -7,9 +7,9 @@ from itertools import product
 from .dispatch import PACKAGED_TABLES
 from .manifest import MANIFEST_SCHEMA, MAX_ROUTERS
 from .problem import (
+    FEW_TOKENS,
     MAX_EXPERTS,
     MAX_HIDDEN,
-    MAX_TOKENS,
     OPERAND_TOKENS,
     DType,
     Epilogue,
@@ -147,10 +147,10 @@ def _tokens(largest: int) -> dict[str, object]:
     """Values of M up to `largest`: a number, a range that ends at 64 at most, a list of both."""
     number = {"type": "integer", "minimum": 1, "maximum": largest}
     # That a range rises is beyond a schema; where its ends lie is not.
-    end = f"0{{0,4}}({'|'.join(map(str, range(min(largest, MAX_TOKENS), 0, -1)))})"
+    end = f"0{{0,4}}({'|'.join(map(str, range(min(largest, FEW_TOKENS), 0, -1)))})"
     span = {"type": "string", "pattern": rf"^{end}\s*-\s*{end}$"}
     item = {"anyOf": [number, span]}
-    listed = {"type": "array", "minItems": 1, "maxItems": MAX_TOKENS, "items": item}
+    listed = {"type": "array", "minItems": 1, "maxItems": FEW_TOKENS, "items": item}
     return {"anyOf": [number, span, listed]}
 
 

@@ -122,11 +122,10 @@ class GpuLab:
         return self.loader.target(self.index)
 
     def machine(self) -> Machine:
-        """GPU, driver, and the versions of torch, the bindings and the compiler of the kernels."""
+        """GPU, driver, and the versions of torch and the compiler of the kernels."""
         cuda = self.devices.device_type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else self.devices.device_type
         versions = {"llbf16-aot": _version("llbf16-aot"), "torch": str(torch.__version__)}
-        versions["cuda-bindings"] = _version("cuda-bindings")
         found = self.store.get(probe_key("empty", self.target).digest())
         if isinstance(found, Artifact):
             versions |= {f"built with {k}": v for k, v in _toolchain(found).items()}

@@ -14,17 +14,26 @@ from typing import Any
 import torch
 
 from .fallback import TorchProduct
-from .problem import VECTOR_ELEMENTS
+from .launcher import Operands
+from .problem import hidden_multiple
 from .runtime import load_and_run
-from .tensors import DTYPES, check_operands, check_out
+from .tensors import (
+    DTYPES,
+    bias_epilogue,
+    check_bias,
+    check_operands,
+    check_out,
+    operand_types,
+)
 
 __all__ = ["router_gemm", "router_gemm_out"]
 
 NAMESPACE = "llbf16"
 
+_EXTRAS = "Tensor? bias=None, float? scale=None"
 _SCHEMAS = (
-    "router_gemm(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
-    "router_gemm_out(Tensor x, Tensor weight, Tensor(a!) out) -> ()",
+    f"router_gemm(Tensor x, Tensor weight, ScalarType? out_dtype=None, {_EXTRAS}) -> Tensor",
+    f"router_gemm_out(Tensor x, Tensor weight, Tensor(a!) out, {_EXTRAS}) -> ()",
 )
 
 
@@ -34,80 +43,138 @@ _library: Callable[..., Any] = torch.library.Library
 
 
 def router_gemm(
-    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Router logits `x @ weight.T` as a torch operator, for code that torch.compile traces.
 
-    x [M, K] bf16, weight [N, K] bf16 -> [M, N] of `out_dtype`, float32 where none is given. Raises
-    what `load_and_run` raises. In eager code `load_and_run` is the same without the dispatcher's
-    cost.
+    x [M, K], weight [N, K] bf16 -> [M, N] of `out_dtype`, float32 where none is given; types,
+    `bias` [N] and `scale` as `load_and_run` takes them. Raises what that raises. In eager code
+    `load_and_run` is the same without the dispatcher's cost.
     """
-    result: torch.Tensor = torch.ops.llbf16.router_gemm.default(x, weight, out_dtype)
+    result: torch.Tensor = torch.ops.llbf16.router_gemm.default(x, weight, out_dtype, bias, scale)
     return result
 
 
-def router_gemm_out(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def router_gemm_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
     """As `router_gemm`, into `out` [M, N] of float32, bfloat16 or float16, which is returned."""
-    torch.ops.llbf16.router_gemm_out.default(x, weight, out)
+    torch.ops.llbf16.router_gemm_out.default(x, weight, out, bias, scale)
     return out
 
 
 def _cuda(
-    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    if out_dtype is None:
-        return load_and_run(x, weight)
-    return load_and_run(x, weight, out_dtype=out_dtype)
+    dtype = torch.float32 if out_dtype is None else out_dtype
+    return load_and_run(x, weight, out_dtype=dtype, bias=bias, scale=scale)
 
 
-def _cuda_out(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    load_and_run(x, weight, out=out, out_dtype=out.dtype)
+def _cuda_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> None:
+    load_and_run(x, weight, out=out, out_dtype=out.dtype, bias=bias, scale=scale)
 
 
 def _cpu(
-    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     dtype = _checked_dtype(out_dtype)
-    check_operands(x, weight, "cpu")
-    return _TORCH(x, weight, dtype)
+    _check_extras(check_operands(x, weight, "cpu"), x, bias, scale)
+    return _TORCH(x, weight, dtype, bias=bias, scale=scale)
 
 
-def _cpu_out(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def _cpu_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> None:
     dtype = _checked_dtype(out.dtype)
-    check_out(out, dtype, check_operands(x, weight, "cpu"), x.device)
-    out.copy_(_TORCH(x, weight, dtype))
+    operands = check_operands(x, weight, "cpu")
+    check_out(out, dtype, operands, x.device)
+    _check_extras(operands, x, bias, scale)
+    out.copy_(_TORCH(x, weight, dtype, bias=bias, scale=scale))
+
+
+def _check_extras(
+    operands: Operands, x: torch.Tensor, bias: torch.Tensor | None, scale: float | None
+) -> None:
+    if bias is not None:
+        if scale is not None:
+            raise ValueError(_BOTH)
+        check_bias(bias, operands, x.device)
 
 
 def _fake(
-    x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     dtype = _checked_dtype(out_dtype)
-    _check_traced(x, weight)
+    _check_traced(x, weight, bias, scale)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
-def _fake_out(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def _fake_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> None:
     _checked_dtype(out.dtype)
-    _check_traced(x, weight)
+    _check_traced(x, weight, bias, scale)
     shape = (x.shape[0], weight.shape[0])
     _require(out.dim() == 2, lambda: f"out has {out.dim()} dimensions, must have 2")
     _require(out.shape[0] == shape[0], lambda: f"out has shape {out.shape}, must be {shape}")
     _require(out.shape[1] == shape[1], lambda: f"out has shape {out.shape}, must be {shape}")
 
 
-def _check_traced(x: torch.Tensor, weight: torch.Tensor) -> None:
+def _check_traced(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float | None
+) -> None:
     """What can be told of tensors that have no memory: a wrong call fails while it is traced."""
+    multiple = hidden_multiple(*operand_types(x.dtype, weight.dtype))
     for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.dtype is not torch.bfloat16:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, must be torch.bfloat16")
         if tensor.dim() != 2:
             raise ValueError(f"{name} has {tensor.dim()} dimensions, must have 2")
-    hidden = weight.shape[1]
+    experts, hidden = weight.shape
     _require(x.shape[1] == hidden, lambda: f"x has K = {x.shape[1]}, weight has K = {hidden}")
     _require(
-        hidden % VECTOR_ELEMENTS == 0,
-        lambda: f"K = {hidden}, must be a multiple of {VECTOR_ELEMENTS}",
+        hidden % multiple == 0,
+        lambda: f"K = {hidden}, must be a multiple of {multiple}",
     )
+    if bias is not None:
+        if scale is not None:
+            raise ValueError(_BOTH)
+        bias_epilogue(bias.dtype)
+        if bias.dim() != 1:
+            raise ValueError(f"bias has {bias.dim()} dimensions, must have 1")
+        _require(bias.shape[0] == experts, lambda: f"bias has N = {bias.shape[0]}, not {experts}")
 
 
 def _checked_dtype(out_dtype: torch.dtype | None) -> torch.dtype:
@@ -117,6 +184,8 @@ def _checked_dtype(out_dtype: torch.dtype | None) -> torch.dtype:
         raise TypeError(f"out_dtype is {out_dtype}, must be one of {', '.join(map(str, DTYPES))}")
     return out_dtype
 
+
+_BOTH = "bias and scale are both given, a call takes one of them"
 
 _TORCH = TorchProduct()
 

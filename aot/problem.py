@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from functools import lru_cache
 
 import msgspec
 
@@ -11,9 +12,9 @@ from .errors import TargetError, UnsupportedProblemError
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "FEW_TOKENS",
     "MAX_EXPERTS",
     "MAX_HIDDEN",
-    "MAX_TOKENS",
     "OPERAND_TOKENS",
     "VECTOR_ELEMENTS",
     "DType",
@@ -30,8 +31,8 @@ ALIGNMENT_BYTES = 16
 VECTOR_ELEMENTS = 8
 """Elements of bf16 in one 128-bit load: K is a multiple of it where an operand is bf16."""
 
-MAX_TOKENS = 64
-"""Largest M with bf16 weights: above it a library product is no longer bound by latency."""
+FEW_TOKENS = 64
+"""Up to here each M is measured, listed and named for itself; above it M come in spans."""
 
 MAX_EXPERTS = 65_536
 """Largest N: keeps every grid extent within the 65,535 that CUDA allows for grid.y and grid.z."""
@@ -54,14 +55,14 @@ class DType(str, enum.Enum):
 
 
 OPERAND_TOKENS: dict[tuple[DType, DType], int] = {
-    (DType.BF16, DType.BF16): MAX_TOKENS,
+    (DType.BF16, DType.BF16): 65_536,
     (DType.BF16, DType.FP32): 65_536,
     (DType.FP32, DType.FP32): 32,
 }
 """The element types of x and weight that kernels take together, with the largest M of each pair.
 
-fp32 weights multiply bf16 x on tensor cores at any M, the bound keeps grids within CUDA's; x in
-fp32 needs FMA units, which lose to the library beyond the bound.
+Tensor cores multiply bf16 x at any M, the bound keeps grids within CUDA's; x in fp32 needs FMA
+units, which lose to the library beyond the bound.
 """
 
 
@@ -112,6 +113,7 @@ class Target(msgspec.Struct, frozen=True, order=True):
     suffix: str
 
     @classmethod
+    @lru_cache(maxsize=64)
     def parse(cls, text: str) -> Target:
         """Read `sm_90a` and the like; raises TargetError for anything else."""
         match = _TARGET.fullmatch(text)

@@ -164,6 +164,13 @@ class Memory:
         known.routes[key] = made
         return made
 
+    def forget_routes(self, tokens: int) -> None:
+        """Forget the routes of calls with more tokens than these."""
+        with self._lock:
+            for family in self._families.values():
+                for key in [key for key in tuple(family) if key[0][0] > tokens]:
+                    family.pop(key, None)
+
     def note(self, known: Weight, sight: Sight, *, capturing: bool) -> None:
         """Remember that a call waited for a weight, unless it was said to have changed since.
 

@@ -28,7 +28,7 @@ from .launch import ParamSource
 from .launcher import Extras, Launcher, Operands
 from .layers import ArtifactSource, open_layers
 from .loader import LIBRARY, NOT_LOADED, Loader, Missing, Reach
-from .problem import ALIGNMENT_BYTES, OPERAND_TOKENS, Epilogue, Problem
+from .problem import ALIGNMENT_BYTES, FEW_TOKENS, OPERAND_TOKENS, Epilogue, Problem
 from .routes import Memory
 from .store import MissReason, Store
 from .tensors import DTYPES, check_bias, check_operands, check_out, check_scale, guard_of
@@ -55,6 +55,9 @@ Pdl: TypeAlias = bool | Literal["auto"]
 """Whether a launch may begin before the kernel ahead of it in the stream has ended."""
 
 _MISALIGNED = ALIGNMENT_BYTES - 1
+
+MAX_LARGE = 1024
+"""Calls of more than FEW_TOKENS tokens that are remembered: a prefill may have any number."""
 
 _MENDED_BY_BUILD = (MissReason.ABSENT.value, MissReason.DAMAGED.value, MissReason.WRONG_CUBIN.value)
 """Reasons that a build mends."""
@@ -157,6 +160,8 @@ class Runtime:
         self._memory = Memory()
         self._weights = self._memory.weights
         self._entries: dict[_Slot, Launcher | Missing] = {}
+        self._large: list[_Slot] = []
+        self._forgotten_hits = 0
         self._frozen = False
         self._forked = False
         self._fallbacks = 0
@@ -196,10 +201,12 @@ class Runtime:
         shape [M, N], contiguous, outside the memory span of x and weight; `bias` besides: shape
         [N], contiguous.
 
-        A well-formed call that no kernel computes is a miss: M above 64 (with an fp32 weight above
-        65,536, or 32 where x is fp32), N above 65,536, K above 1,048,576, a GPU older than compute
-        capability 9.0, an artifact that is absent from the store and its layers or does not pass
-        its checks, or is not loaded after `freeze`. See `on_miss` of the class.
+        Where the tuning table prefers the library, torch computes; so it is with bf16 weights and M
+        above 64, unless a kernel was measured to be faster there. A well-formed call that no kernel
+        computes is a miss: M above 65,536, or above 32 where x is fp32, N above 65,536, K above
+        1,048,576, a GPU older than compute capability 9.0, an artifact that is absent from the
+        store and its layers or does not pass its checks, or is not loaded after `freeze`. See
+        `on_miss` of the class.
 
         During stream capture the kernel must have been loaded, by `preload` or by a call before,
         else ColdCaptureError: loading code there would break the capture. A launch that the driver
@@ -374,10 +381,8 @@ class Runtime:
     def stats(self) -> Stats:
         """What was done so far, in all threads."""
         with self._counts:
-            entries = tuple(self._entries.values())
-            launchers = {id(one): one for one in entries if isinstance(one, Launcher)}
             return Stats(
-                hits=sum(launcher.all_calls for launcher in launchers.values()),
+                hits=self._forgotten_hits + _hits(self._entries.values()),
                 loads=self._loader.loads,
                 misses=dict(self._misses),
                 fallbacks=self._fallbacks,
@@ -392,6 +397,7 @@ class Runtime:
         self._memory = Memory()
         self._weights = self._memory.weights
         self._entries = {}
+        self._large = []
         self._make_locks()
 
     def _make_locks(self) -> None:
@@ -536,7 +542,8 @@ class Runtime:
                     hint="preload it, or make the same call once before the capture",
                 )
             if isinstance(entry, Launcher):
-                self._entries[slot] = entry
+                with self._lock:
+                    self._remember(slot, entry)
             return entry
         with self._lock:
             known = self._entries.get(slot)
@@ -546,8 +553,25 @@ class Runtime:
             entry = self._find(slot, reach)
             if isinstance(entry, Missing):
                 entry = self._mend((entry,)).get(entry.subject) or self._find(slot, reach)
-            self._entries[slot] = entry
+            self._remember(slot, entry)
         return entry
+
+    def _remember(self, slot: _Slot, entry: Launcher | Missing) -> None:
+        """Keep what serves a slot; of large calls only so many, and then they begin anew.
+
+        What is forgotten is loaded all the same: the next such call finds it in memory.
+        """
+        if slot[0].tokens > FEW_TOKENS:
+            if len(self._large) >= MAX_LARGE:
+                with self._counts:
+                    before = _hits(self._entries.values())
+                    for old in self._large:
+                        self._entries.pop(old, None)
+                    self._forgotten_hits += before - _hits(self._entries.values())
+                self._large.clear()
+                self._memory.forget_routes(FEW_TOKENS)
+            self._large.append(slot)
+        self._entries[slot] = entry
 
     def _find(self, slot: _Slot, reach: Reach, *, ready: bool = True) -> Launcher | Missing:
         """What serves a slot.
@@ -698,6 +722,12 @@ class Runtime:
                 self._fallbacks += 1
         product = self._torch(x, weight, out_dtype, bias=finish.bias, scale=finish.scale)
         return product if out is None else out.copy_(product)
+
+
+def _hits(entries: Iterable[Launcher | Missing]) -> int:
+    """Launches of all launchers among these, each counted once."""
+    launchers = {id(one): one for one in tuple(entries) if isinstance(one, Launcher)}
+    return sum(launcher.all_calls for launcher in launchers.values())
 
 
 class _Finish(NamedTuple):

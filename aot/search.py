@@ -37,7 +37,16 @@ __all__ = [
     "tokens_span",
 ]
 
-REPRESENTATIVE_TOKENS = {24: (17, 24), 32: (25, 32), 48: (33, 48), 64: (49, 64)}
+REPRESENTATIVE_TOKENS = {
+    24: (17, 24),
+    32: (25, 32),
+    48: (33, 48),
+    64: (49, 64),
+    96: (65, 96),
+    128: (97, 128),
+    192: (129, 192),
+    256: (193, 256),
+}
 """Above 16 tokens one measured M stands for a span: kernels work in tiles of 16 or 32 there."""
 
 PROBES: tuple[Literal["producer", "empty"], ...] = ("producer", "empty")
@@ -68,10 +77,12 @@ DOTPROD_MAX_TOKENS = 8
 
 DOTPROD_MAX_WASTE = 0.25
 
-SPLITK_TILES = tuple(
-    SplitkTile(s, stages) for s, stages in ((6, 4), (8, 2), (8, 5), (7, 5), (6, 5))
+SPLITK_TILES = (
+    *(SplitkTile(s, stages) for s, stages in ((6, 4), (8, 2), (8, 5), (7, 5), (6, 5))),
+    *(SplitkTile(s, 3, experts_tile=32) for s in (4, 6, 8)),
 )
-"""The published tiles: an artifact of this family serves every shape, so each costs one compile."""
+"""The published tiles, and three that read x half as often: an artifact of this family serves every
+shape, so each costs one compile."""
 
 
 @lru_cache(maxsize=4096)

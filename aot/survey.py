@@ -48,16 +48,26 @@ class SurveyTiming(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SurveyTrial(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """One tile in one cell: the first look, the full measurement if it got one, or why none."""
+    """One tile in one cell: the first look, the full measurement if it got one, or why none.
+
+    `full` is behind a producer, by which tiles are chosen; `cold` and `hot` tell of the fastest
+    what they cost with weights in memory and in L2.
+    """
 
     use: Tile
     quick_us: float | None = None
     full: SurveyTiming | None = None
+    cold: SurveyTiming | None = None
+    hot: SurveyTiming | None = None
     rejected: str = ""
 
 
 class SurveyCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One (K, N, M): every tile that was tried, the library, the empty kernel, and the choice."""
+    """One (K, N, M): every tile that was tried, the library, the empty kernel, and the choice.
+
+    `lacking` counts the candidates that the store has no usable kernel for. `library` is behind a
+    producer; `library_cold` and `library_hot` as the trials' fields.
+    """
 
     hidden: int
     experts: int
@@ -66,6 +76,9 @@ class SurveyCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     library: dict[str, SurveyTiming]
     empty: SurveyTiming
     trials: tuple[SurveyTrial, ...]
+    lacking: int = 0
+    library_cold: dict[str, SurveyTiming] = {}
+    library_hot: dict[str, SurveyTiming] = {}
 
     @property
     def cublas(self) -> SurveyTiming:

@@ -13,7 +13,7 @@ import msgspec
 from .backends import BACKENDS, DotprodTile, OneshotTile, SplitkTile, Tile, backend_name
 from .dispatch import TABLE_SCHEMA, Figures, LibraryTile, Origin, Rule, Table
 from .errors import ConfigError, UsageError
-from .problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, Problem
+from .problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, Problem
 from .search import search_space, tokens_span
 from .survey import SurveyCell, cell_key, tile_text
 
@@ -27,7 +27,7 @@ HIDDEN_BANDS = (512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
 EXPERTS_BANDS = (64, 192, 448, 1024, 2048)
 """Upper ends of the spans of N; beyond the last nothing was measured, and the library is chosen."""
 
-TOKENS_BANDS = ((1, 4), (5, 8), (9, 16), (17, 32), (33, MAX_TOKENS))
+TOKENS_BANDS = ((1, 4), (5, 8), (9, 16), (17, 32), (33, FEW_TOKENS))
 
 BEYOND = SplitkTile(6, 4)
 """For K beyond the bands: the one family that takes any K at run time, in the published setting."""

@@ -13,6 +13,7 @@ from .problem import ALIGNMENT_BYTES, OPERAND_TOKENS, DType, Epilogue, hidden_mu
 __all__ = [
     "DTYPES",
     "Guard",
+    "bias_epilogue",
     "check_bias",
     "check_operands",
     "check_out",
@@ -104,10 +105,7 @@ def check_bias(
     """
     if not isinstance(bias, torch.Tensor):
         raise TypeError(f"bias is {type(bias).__name__}, must be a torch.Tensor or None")
-    dtype = DTYPES.get(bias.dtype)
-    epilogue = None if dtype is None else _BIASES.get(dtype)
-    if epilogue is None:
-        raise TypeError(f"bias has dtype {bias.dtype}, must be torch.float32 or torch.bfloat16")
+    epilogue = bias_epilogue(bias.dtype)
     if bias.layout is not torch.strided:
         raise TypeError(f"bias has layout {bias.layout}, must be torch.strided")
     if bias.shape != (operands.experts,):
@@ -121,6 +119,15 @@ def check_bias(
     if bias.requires_grad and torch.is_grad_enabled():
         _refuse_grad("bias")
     return epilogue, bias.data_ptr()
+
+
+def bias_epilogue(dtype: torch.dtype) -> Epilogue:
+    """The epilogue that adds a bias of this type; raises TypeError where none does."""
+    ours = DTYPES.get(dtype)
+    epilogue = None if ours is None else _BIASES.get(ours)
+    if epilogue is None:
+        raise TypeError(f"bias has dtype {dtype}, must be torch.float32 or torch.bfloat16")
+    return epilogue
 
 
 def check_scale(scale: float) -> float:

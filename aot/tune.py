@@ -22,6 +22,9 @@ __all__ = ["FINALISTS", "header_of", "measured_tokens", "tune", "tune_cell"]
 FINALISTS = 5
 """Candidates of a cell that are measured in full: the quick pass errs by less than their spread."""
 
+NEAR = 1.05
+"""Finalists within this factor of the fastest are also measured cold and hot."""
+
 Cells = Mapping[tuple[int, int, int], SurveyCell]
 
 
@@ -89,19 +92,22 @@ def tune_cell(
 ) -> SurveyCell:
     """Measure one cell: all candidates quickly, then the fastest right ones and the library."""
     bench = lab.bench(hidden, experts, tokens)
-    trials, calls = _quick(lab, bench, Problem(tokens, experts, hidden))
-    if not calls:
-        raise NotFoundError(
-            f"the store has no candidate for hidden {hidden}, {tokens} tokens on {lab.target}: "
-            f"{next(iter(trials.values())).rejected}",
-            hint=f"run: llbf16-aot build MANIFEST --candidates --target {lab.target}",
-        )
+    trials, calls, lacking = _quick(lab, bench, Problem(tokens, experts, hidden))
     finalists = _finalists(bench, trials, calls, preferred)
     library = bench.library()
     full, rest = _full(bench, {tile: calls[tile] for tile in finalists}, library)
+    near = min(sample.us for sample in full.values()) * NEAR
     for tile, sample in full.items():
-        trials[tile] = SurveyTrial(use=tile, quick_us=trials[tile].quick_us, full=_timing(sample))
+        by_way = _other_ways(bench, calls[tile]) if sample.us <= near else {}
+        trials[tile] = SurveyTrial(
+            use=tile,
+            quick_us=trials[tile].quick_us,
+            full=_timing(sample),
+            cold=by_way.get(Way.COLD),
+            hot=by_way.get(Way.HOT),
+        )
     timings = {name: _timing(rest[name]) for name in library}
+    elsewhere = {name: _other_ways(bench, call) for name, call in library.items()}
     return SurveyCell(
         hidden=hidden,
         experts=experts,
@@ -110,6 +116,9 @@ def tune_cell(
         library=timings,
         empty=_timing(rest[EMPTY]),
         trials=tuple(trials.values()),
+        lacking=lacking,
+        library_cold={name: by_way[Way.COLD] for name, by_way in elsewhere.items()},
+        library_hot={name: by_way[Way.HOT] for name, by_way in elsewhere.items()},
     )
 
 
@@ -118,15 +127,20 @@ EMPTY = "empty"
 
 def _quick(
     lab: Lab, bench: Bench, problem: Problem
-) -> tuple[dict[Tile, SurveyTrial], dict[Tile, Call]]:
-    """A first look at every candidate; what the store lacks or the driver refuses has no call."""
+) -> tuple[dict[Tile, SurveyTrial], dict[Tile, Call], int]:
+    """A first look at every candidate, and how many the store lacks; these are not listed.
+
+    A report of a store with the likeliest candidates would be mostly of the others. One that the
+    driver refuses has a trial and no call.
+    """
     trials: dict[Tile, SurveyTrial] = {}
     calls: dict[Tile, Call] = {}
+    lacking: list[str] = []
     bench.settle(REPLAYS)
     for tile in search_space(problem.hidden, problem.tokens):
         call = bench.kernel(key_for(tile, problem, lab.target))
         if isinstance(call, str):
-            trials[tile] = SurveyTrial(use=tile, rejected=call)
+            lacking.append(call)
             continue
         try:
             us = bench.time(call, Way.AFTER_PRODUCER, QUICK_REPLAYS).us
@@ -135,7 +149,14 @@ def _quick(
             continue
         trials[tile] = SurveyTrial(use=tile, quick_us=round(us, 4))
         calls[tile] = call
-    return trials, calls
+    if not calls:
+        reasons = (*(trial.rejected for trial in trials.values()), *lacking)
+        raise NotFoundError(
+            f"the store has no candidate for hidden {problem.hidden}, {problem.tokens} tokens on "
+            f"{lab.target}: {reasons[0]}",
+            hint=f"run: llbf16-aot build MANIFEST --candidates --target {lab.target}",
+        )
+    return trials, calls, len(lacking)
 
 
 def _finalists(
@@ -174,6 +195,11 @@ def _full(
         {tile: middle(samples) for tile, samples in tiles.items()},
         {name: middle(samples) for name, samples in rest.items()},
     )
+
+
+def _other_ways(bench: Bench, call: Call) -> dict[Way, SurveyTiming]:
+    """What a call costs cold and hot: told beside the choice, which is made behind a producer."""
+    return {way: _timing(bench.time(call, way, REPLAYS)) for way in (Way.COLD, Way.HOT)}
 
 
 def _timing(sample: Sample) -> SurveyTiming:

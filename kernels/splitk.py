@@ -1,11 +1,12 @@
 """The `splitk` kernel: a cluster shares K, its warps are specialised, tensor cores multiply.
 
-Each thread block of a cluster takes a run of K tiles of one 16 x 16 tile of the output. Producer
+Each thread block of a cluster takes a run of K tiles of one tile of the output, 16 tokens x 16 or
+32 experts. Producer
 warps copy weights and x with `cp.async` into a ring of stages in shared memory; consumer warps
 multiply, each its own quarter of a stage. M, N and K are run-time values: rows past M or N and
 columns past K are filled with zeros by the copy, and a block without a K tile adds zeros.
 
-Who may write to whose shared memory, and until when: the 256 sums of a tile are divided among the
+Who may write to whose shared memory, and until when: the sums of a tile are divided among the
 cluster's blocks. Every block sends each owner its partial sums with `st.async`, which counts the
 bytes on the owner's mbarrier `received`. A block writes to a peer only after the cluster barrier,
 at which every block has initialised that mbarrier; and a block ends only after its own mbarrier has
@@ -26,12 +27,9 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..backends.splitk import (
     CONSUMER_WARPS,
-    EXPERTS_TILE,
     HIDDEN_TILE,
-    PARTIAL_PITCH,
     PRODUCER_WARPS,
     ROW_PITCH_BYTES,
-    STAGE_BYTES,
     TOKENS_TILE,
     SplitkConfig,
     check,
@@ -56,11 +54,13 @@ PRODUCERS = PRODUCER_WARPS * WARP
 COPIERS = PRODUCERS // 2
 """Threads that copy one operand."""
 
-SUMS = TOKENS_TILE * EXPERTS_TILE
 CONSUMER_BARRIER = 1
 """Hardware barrier of the consumer warps; 0 belongs to the whole block."""
 
-_COPY = "cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16, {$r2};"
+# Weights come from memory, where the neighbouring lines are wanted next; x lies in L2 already, and
+# the hint only makes work there: up to a tenth of the time with 896 experts.
+_COPY_WEIGHT = "cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16, {$r2};"
+_COPY_X = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
 
 _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
 
@@ -75,21 +75,23 @@ def _copy_tile(
     columns: Int32,
     stage: Int32,
     thread: Int32,
+    count: cutlass.Constexpr[int],
+    copy: cutlass.Constexpr[str],
 ) -> None:
-    """Start copying 16 rows x one K tile into a stage; zeros where the tensor has ended.
+    """Start copying `count` rows x one K tile into a stage; zeros where the tensor has ended.
 
     A warp copies one row of 512 bytes at a time, so its accesses are whole lines.
     """
     vectors = HIDDEN_TILE // VECTOR_ELEMENTS
     column = column0 + (thread % vectors) * VECTOR_ELEMENTS
-    for i in cutlass.range_constexpr(TOKENS_TILE * vectors // COPIERS):
+    for i in cutlass.range_constexpr(count * vectors // COPIERS):
         row = thread // vectors + i * (COPIERS // vectors)
         inside = Boolean((row0 + row < rows) & (column < columns))
         # With zero bytes nothing is read; the address stays inside the tensor all the same.
         bytes_ = Int32(VECTOR_BYTES) if inside else Int32(0)
         offset = Int64(row0 + row) * Int64(row_stride) + Int64(column) if inside else Int64(0)
         inline_ptx(
-            _COPY,
+            copy,
             read_only_args=[
                 stage + row * ROW_PITCH_BYTES + (thread % vectors) * VECTOR_BYTES,
                 source.toint() + offset * 2,
@@ -127,6 +129,9 @@ class Splitk:
         options = launch_options(
             geometry(self.config), tokens, experts, stream=stream, pdl=self.pdl
         )
+        if const_expr(self.config.experts_tile > 16):
+            # Unasked the compiler keeps to 64 registers, which four tiles of sums do not fit into.
+            options["min_blocks_per_mp"] = 1
         self.kernel(
             x, weight, out, tokens, experts, hidden, x_row_stride, weight_row_stride, extra
         ).launch(**options)
@@ -148,13 +153,14 @@ class Splitk:
         S = self.config.split_k
         stages = self.config.stages
         owned = self.config.owned
+        XT, pitch = self.config.experts_tile, self.config.pitch
 
         # 1. Prepare
         thread, _, _ = cute.arch.thread_idx()
         rank, expert_block, token_block = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
-        expert0 = expert_block * EXPERTS_TILE
+        expert0 = expert_block * XT
         token0 = token_block * TOKENS_TILE
         tiles = cute.ceil_div(hidden, HIDDEN_TILE)
         tile0 = rank * tiles // S
@@ -166,12 +172,9 @@ class Splitk:
         received = cute.arch.alloc_smem(Int64, 1, alignment=8)
         # (warps, tokens, experts)
         partial = cute.make_tensor(
-            cute.arch.alloc_smem(
-                Float32, CONSUMER_WARPS * TOKENS_TILE * PARTIAL_PITCH, alignment=16
-            ),
+            cute.arch.alloc_smem(Float32, CONSUMER_WARPS * TOKENS_TILE * pitch, alignment=16),
             cute.make_layout(
-                (CONSUMER_WARPS, TOKENS_TILE, EXPERTS_TILE),
-                stride=(TOKENS_TILE * PARTIAL_PITCH, PARTIAL_PITCH, 1),
+                (CONSUMER_WARPS, TOKENS_TILE, XT), stride=(TOKENS_TILE * pitch, pitch, 1)
             ),
         )
         # (blocks of the cluster, owned sums): what the peers send
@@ -179,7 +182,7 @@ class Splitk:
             cute.arch.alloc_smem(Float32, S * owned, alignment=16),
             cute.make_layout((S, owned), stride=(owned, 1)),
         )
-        mine = cutlass.min(SUMS - rank * owned, owned)
+        mine = cutlass.min(self.config.sums - rank * owned, owned)
 
         if const_expr(self.pdl):
             cute.arch.griddepcontrol_launch_dependents()
@@ -205,7 +208,7 @@ class Splitk:
         elif warp < CONSUMER_WARPS + PRODUCER_WARPS // 2:
             self._produce(
                 weight, weight_row_stride, expert0, experts, ring + TOKENS_TILE * ROW_PITCH_BYTES,
-                full, empty, tile0, count, hidden, thread - CONSUMERS,
+                full, empty, tile0, count, hidden, thread - CONSUMERS, XT, _COPY_WEIGHT,
             )  # fmt: skip
             cute.arch.cluster_wait()
         else:
@@ -215,6 +218,7 @@ class Splitk:
             self._produce(
                 x, x_row_stride, token0, tokens, ring,
                 full, empty, tile0, count, hidden, thread - CONSUMERS - COPIERS,
+                TOKENS_TILE, _COPY_X,
             )  # fmt: skip
             cute.arch.cluster_wait()
 
@@ -232,6 +236,8 @@ class Splitk:
         count: Int32,
         hidden: Int32,
         thread: Int32,
+        tile_rows: cutlass.Constexpr[int],
+        copy: cutlass.Constexpr[str],
     ) -> None:
         """Copy one operand's tiles, as far ahead of the consumers as there are stages."""
         stage = Int32(0)
@@ -240,7 +246,7 @@ class Splitk:
             cute.arch.mbarrier_wait(empty + stage, phase)
             _copy_tile(
                 source, row_stride, row0, rows, (tile0 + i) * HIDDEN_TILE, hidden,
-                ring + stage * STAGE_BYTES, thread,
+                ring + stage * self.config.stage_bytes, thread, tile_rows, copy,
             )  # fmt: skip
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
             stage = stage + 1
@@ -273,11 +279,14 @@ class Splitk:
         """Multiply this block's K tiles, reduce over warps and cluster, write the owned sums."""
         S = self.config.split_k
         owned = self.config.owned
+        XT = self.config.experts_tile
+        n_tiles = XT // 8
         steps = HIDDEN_TILE // CONSUMER_WARPS // 16
 
         # ldmatrix wants lane l to name row l % 8 of 8 x 8 matrix l // 8. Of x the matrices are
         # (tokens 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15): the order of mma's A. Of the
-        # weights (experts 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15): B of two n8 tiles.
+        # weights (experts 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15): B of two n8 tiles,
+        # and of the next two 16 rows further on.
         within = warp * (steps * 32)
         x_row = lane % 16
         x_part = lane // 16
@@ -286,25 +295,29 @@ class Splitk:
         x_offset = x_row * ROW_PITCH_BYTES + within + x_part * 16
         w_offset = (TOKENS_TILE + w_row) * ROW_PITCH_BYTES + within + w_part * 16
 
-        sums = cute.make_rmem_tensor((2, 4), Float32)
+        sums = cute.make_rmem_tensor((n_tiles, 4), Float32)
         sums.fill(0.0)
         stage = Int32(0)
         phase = Int32(0)
         for _i in cutlass.range(count, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
-            base = ring + stage * STAGE_BYTES
+            base = ring + stage * self.config.stage_bytes
             for k in cutlass.range_constexpr(steps):
                 a = inline_ptx(
                     _LDMATRIX,
                     write_only_types=[Uint32] * 4,
                     read_only_args=[base + x_offset + k * 32],
                 )
-                b = inline_ptx(
-                    _LDMATRIX,
-                    write_only_types=[Uint32] * 4,
-                    read_only_args=[base + w_offset + k * 32],
-                )
-                for n in cutlass.range_constexpr(2):
+                b = []
+                for pair in cutlass.range_constexpr(n_tiles // 2):
+                    found = inline_ptx(
+                        _LDMATRIX,
+                        write_only_types=[Uint32] * 4,
+                        read_only_args=[base + w_offset + (pair * 16 * ROW_PITCH_BYTES + k * 32)],
+                    )
+                    for i in cutlass.range_constexpr(4):
+                        b.append(found[i])
+                for n in cutlass.range_constexpr(n_tiles):
                     c = [sums[n, j] for j in range(4)]
                     d = mma(a, (b[2 * n], b[2 * n + 1]), c)
                     for j in cutlass.range_constexpr(4):
@@ -321,17 +334,17 @@ class Splitk:
         # of each sum is fixed: warps by number, blocks by rank.
         row = lane // 4
         column = (lane % 4) * 2
-        for n in cutlass.range_constexpr(2):
+        for n in cutlass.range_constexpr(n_tiles):
             for j in cutlass.range_constexpr(2):
                 partial[warp, row, n * 8 + column + j] = sums[n, j]
                 partial[warp, row + 8, n * 8 + column + j] = sums[n, 2 + j]
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)
         cute.arch.cluster_wait()
-        for start in cutlass.range_constexpr(0, SUMS, CONSUMERS):
+        for start in cutlass.range_constexpr(0, self.config.sums, CONSUMERS):
             index = thread + start
             total = Float32(0.0)
             for w in cutlass.range_constexpr(CONSUMER_WARPS):
-                total = total + partial[w, index // EXPERTS_TILE, index % EXPERTS_TILE]
+                total = total + partial[w, index // XT, index % XT]
             cute.arch.store_async_dsmem(
                 inbox.iterator + (rank * owned + index % owned),
                 total.bitcast(Int32),
@@ -346,8 +359,8 @@ class Splitk:
                 for r in cutlass.range_constexpr(S):
                     value = value + inbox[r, slot]
                 index = rank * owned + slot
-                token = token0 + index // EXPERTS_TILE
-                expert = expert0 + index % EXPERTS_TILE
+                token = token0 + index // XT
+                expert = expert0 + index % XT
                 store_sum(self.epilogue, out, extra, token, expert, value, tokens, experts)
 
 

@@ -38,6 +38,7 @@ TOLERANCE = {"fp32": 2e-6, "bf16": 3e-3, "fp16": 4e-4}
 FORCED = {
     "dotprod": {"backend": "dotprod", "block": 128, "experts_per_block": 1},
     "splitk": {"backend": "splitk", "split_k": 6, "stages": 4},
+    "splitk-32": {"backend": "splitk", "split_k": 6, "stages": 3, "experts_tile": 32},
     "oneshot": {
         "backend": "oneshot",
         "experts_tile": 16,
@@ -46,7 +47,10 @@ FORCED = {
         "vectors": 4,
     },
 }
-"""Backends, each with the one tile that a table of ours forces on every problem."""
+"""Backends, each with a tile that a table of ours forces on every problem."""
+
+LARGE = (65, 100, 256)
+"""M beyond those that are measured one by one."""
 
 TABLES = (*FORCED, "reference", "default")
 
@@ -148,8 +152,13 @@ WIDE = (
         for table in FORCED
         for shape in ((2880, 32), (7168, 256), (2304, 7))
     ),
+    *(
+        WideRouter(table, *shape, LARGE, "bf16", "bf16", ("fp32", "bf16"), ("none",))
+        for table in FORCED
+        for shape in ((2880, 32), (7168, 384))
+    ),
 )
-"""What is checked beside the grid: fp32 weights with all that serves them, and epilogues."""
+"""What is checked beside the grid: fp32 weights with all that serves them, epilogues, large M."""
 
 WIDE_SINGLES = {
     "fp32": WideCase("default", 2880, 7, 2, "fp32", True, "bf16", "fp32", "none"),
@@ -175,7 +184,7 @@ def write_tables(folder: Path) -> dict[str, str]:
             "schema": 1,
             "name": f"gpu-check-{backend}",
             "source": "the GPU check: one backend for every problem",
-            "rules": [{"use": tile}],
+            "rules": [{"use": tile, "tokens": [65, 65_536]}, {"use": tile}],
         }
         path.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n")
         names[backend] = str(path)

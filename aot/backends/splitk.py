@@ -15,16 +15,14 @@ from ..problem import Problem
 __all__ = [
     "BLOCK_THREADS",
     "CONSUMER_WARPS",
-    "EXPERTS_TILE",
+    "EXPERTS_TILES",
     "HIDDEN_TILE",
     "MAX_SHARED_BYTES",
     "MAX_SPLIT_K",
     "PARAMS",
-    "PARTIAL_PITCH",
     "PRODUCER_WARPS",
     "ROW_PITCH_BYTES",
     "SOURCES",
-    "STAGE_BYTES",
     "TOKENS_TILE",
     "SplitkConfig",
     "SplitkTile",
@@ -36,8 +34,9 @@ __all__ = [
 TOKENS_TILE = 16
 """Tokens of a cluster: the 16 rows of mma.m16n8k16."""
 
-EXPERTS_TILE = 16
-"""Experts of a cluster: two n8 tiles, so that a router of 256 experts fills the GPU's SMs."""
+EXPERTS_TILES = (16, 32)
+"""Experts of a cluster: two n8 tiles, so that a router of 256 experts fills the GPU's SMs, or four,
+so that one of 896 reads x half as often."""
 
 HIDDEN_TILE = 256
 """Elements of K in one pipeline stage: 64 for each consumer warp."""
@@ -53,13 +52,8 @@ BLOCK_THREADS = 32 * (CONSUMER_WARPS + PRODUCER_WARPS)
 ROW_PITCH_BYTES = HIDDEN_TILE * 2 + 16
 """Bytes from row to row of a stage: 16 more than the data, so that ldmatrix meets no bank twice."""
 
-STAGE_BYTES = (TOKENS_TILE + EXPERTS_TILE) * ROW_PITCH_BYTES
-
 MAX_SPLIT_K = 8
 """Thread blocks of a portable cluster (CUDA C++ Programming Guide, "Thread Block Clusters")."""
-
-PARTIAL_PITCH = EXPERTS_TILE + 4
-"""Floats from row to row of a warp's sums: keeps a fragment's stores off each other's banks."""
 
 MAX_SHARED_BYTES = 99 * 1024
 """Shared memory that a block may take on sm_120, the least of the supported SMs.
@@ -92,10 +86,11 @@ SOURCES = (
 class SplitkTile(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="splitk", tag_field="backend"
 ):
-    """Tile configuration: thread blocks that share K, stages of the copy pipeline."""
+    """Tile configuration: thread blocks that share K, stages of the copy pipeline, experts."""
 
     split_k: int = 6
     stages: int = 4
+    experts_tile: int = 16
 
 
 class SplitkConfig(
@@ -105,23 +100,39 @@ class SplitkConfig(
 
     split_k: int
     stages: int
+    experts_tile: int = 16
+
+    @property
+    def sums(self) -> int:
+        """Sums of a cluster's tile of the output."""
+        return TOKENS_TILE * self.experts_tile
 
     @property
     def owned(self) -> int:
         """Sums of a tile that each block of the cluster owns; the last may own fewer."""
-        return -(-TOKENS_TILE * EXPERTS_TILE // self.split_k)
+        return -(-self.sums // self.split_k)
+
+    @property
+    def pitch(self) -> int:
+        """Floats from row to row of a warp's sums: a fragment's stores meet no bank twice."""
+        return self.experts_tile + 4
+
+    @property
+    def stage_bytes(self) -> int:
+        """One stage: x of a K tile, then the weights of the same."""
+        return (TOKENS_TILE + self.experts_tile) * ROW_PITCH_BYTES
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: stages, the warps' sums, the peers' sums, the mbarriers."""
-        floats = CONSUMER_WARPS * TOKENS_TILE * PARTIAL_PITCH + self.split_k * self.owned
-        return self.stages * STAGE_BYTES + floats * 4 + (2 * self.stages + 1) * 8
+        floats = CONSUMER_WARPS * TOKENS_TILE * self.pitch + self.split_k * self.owned
+        return self.stages * self.stage_bytes + floats * 4 + (2 * self.stages + 1) * 8
 
 
 def config_for(tile: SplitkTile, problem: Problem) -> SplitkConfig:
     """The same configuration for every problem."""
     del problem
-    return SplitkConfig(split_k=tile.split_k, stages=tile.stages)
+    return SplitkConfig(tile.split_k, tile.stages, tile.experts_tile)
 
 
 def check(config: SplitkConfig) -> None:
@@ -130,6 +141,11 @@ def check(config: SplitkConfig) -> None:
         raise ConfigError(
             f"splitk: split_k is {config.split_k}, must be 2 to {MAX_SPLIT_K}: st.async traps in a "
             "launch without a cluster (seen on an H200), and larger clusters are not portable"
+        )
+    if config.experts_tile not in EXPERTS_TILES:
+        raise ConfigError(
+            f"splitk: experts_tile is {config.experts_tile}, must be one of {EXPERTS_TILES}: "
+            "a warp multiplies two or four n8 tiles of mma.m16n8k16"
         )
     if config.stages < 2:
         raise ConfigError(
@@ -148,10 +164,10 @@ def geometry(config: SplitkConfig) -> LaunchGeometry:
     return LaunchGeometry(
         grid=(
             GridDim(Extent.ONE, 1, config.split_k),
-            GridDim(Extent.EXPERTS, EXPERTS_TILE, 1),
+            GridDim(Extent.EXPERTS, config.experts_tile, 1),
             GridDim(Extent.TOKENS, TOKENS_TILE, 1),
         ),
         block=(BLOCK_THREADS, 1, 1),
         cluster=(config.split_k, 1, 1),
-        dynamic_shared_bytes=config.stages * STAGE_BYTES,
+        dynamic_shared_bytes=config.stages * config.stage_bytes,
     )

@@ -175,6 +175,7 @@ class _Run:
         self._output.note(
             f"[{self._done}/{self._total}] {_line(cell)}"
             + (f", {rejected} rejected" if rejected else "")
+            + (f", {cell.lacking} not in the store" if cell.lacking else "")
         )
 
     def save(self) -> Survey:

@@ -24,63 +24,63 @@ static CUresult outcome(const char *call) {
   CUresult code = outcome(#name);       \
   if (code) { printf(#name " fails\n"); return code; }
 
-static CUresult cuInit(unsigned flags) { BEGIN(cuInit) printf("cuInit %u\n", flags); return 0; }
+CUresult cuInit(unsigned flags) { BEGIN(cuInit) printf("cuInit %u\n", flags); return 0; }
 
-static CUresult cuDriverGetVersion(int *version) {
+CUresult cuDriverGetVersion(int *version) {
   const char *text = getenv("CUDA_FAKE_VERSION");
   *version = text ? atoi(text) : 13000;
   return 0;
 }
 
-static CUresult cuDeviceGet(int *device, int ordinal) {
+CUresult cuDeviceGet(int *device, int ordinal) {
   if (ordinal < 0 || ordinal > 1) return 101;
   *device = ordinal;
   return 0;
 }
 
-static CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
+CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
   if (attribute == 75) *value = device ? 10 : 9;
   else if (attribute == 76) *value = 0;
   else return 1;
   return 0;
 }
 
-static CUresult cuDeviceGetCount(int *count) { *count = 2; return 0; }
+CUresult cuDeviceGetCount(int *count) { *count = 2; return 0; }
 
-static CUresult cuDeviceGetName(char *name, int length, int device) {
+CUresult cuDeviceGetName(char *name, int length, int device) {
   snprintf(name, (size_t)length, "Paper GPU %d", device);
   return 0;
 }
 
-static CUresult cuCtxGetCurrent(uintptr_t *context) { *context = current_context; return 0; }
+CUresult cuCtxGetCurrent(uintptr_t *context) { *context = current_context; return 0; }
 
-static CUresult cuCtxGetDevice(int *device) {
+CUresult cuCtxGetDevice(int *device) {
   if (!current_context) return 201;
   *device = (int)(current_context - 0x1000);
   return 0;
 }
 
-static CUresult cuCtxSetCurrent(uintptr_t context) {
+CUresult cuCtxSetCurrent(uintptr_t context) {
   printf("cuCtxSetCurrent %#lx\n", (unsigned long)context);
   current_context = context;
   return 0;
 }
 
-static CUresult cuDevicePrimaryCtxRetain(uintptr_t *context, int device) {
+CUresult cuDevicePrimaryCtxRetain(uintptr_t *context, int device) {
   BEGIN(cuDevicePrimaryCtxRetain)
   printf("cuDevicePrimaryCtxRetain %d\n", device);
   *context = 0x1000 + (uintptr_t)device;
   return 0;
 }
 
-static CUresult cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+CUresult cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
   BEGIN(cuDevicePrimaryCtxGetState)
   *flags = 0;
   *active = device == 1;
   return 0;
 }
 
-static CUresult cuLibraryLoadData(uintptr_t *library, const void *code_bytes, void *a, void *b,
+CUresult cuLibraryLoadData(uintptr_t *library, const void *code_bytes, void *a, void *b,
                                   unsigned n, void *c, void *d, unsigned m) {
   BEGIN(cuLibraryLoadData)
   printf("cuLibraryLoadData %.4s %u %u\n", (const char *)code_bytes + 1, n, m);
@@ -88,20 +88,20 @@ static CUresult cuLibraryLoadData(uintptr_t *library, const void *code_bytes, vo
   return 0;
 }
 
-static CUresult cuLibraryUnload(uintptr_t library) {
+CUresult cuLibraryUnload(uintptr_t library) {
   BEGIN(cuLibraryUnload)
   printf("cuLibraryUnload %#lx\n", (unsigned long)library);
   return 0;
 }
 
-static CUresult cuLibraryGetKernel(uintptr_t *kernel, uintptr_t library, const char *name) {
+CUresult cuLibraryGetKernel(uintptr_t *kernel, uintptr_t library, const char *name) {
   if (strcmp(name, "kernel")) return 500;
   printf("cuLibraryGetKernel %#lx %s\n", (unsigned long)library, name);
   *kernel = 0x3000;
   return 0;
 }
 
-static CUresult cuKernelGetParamInfo(uintptr_t kernel, size_t index, size_t *offset, size_t *size) {
+CUresult cuKernelGetParamInfo(uintptr_t kernel, size_t index, size_t *offset, size_t *size) {
   static const size_t offsets[] = {0, 8, 16}, sizes[] = {8, 4, 8};
   BEGIN(cuKernelGetParamInfo)
   if (kernel != 0x3000 || index > 2) return 1;
@@ -110,20 +110,20 @@ static CUresult cuKernelGetParamInfo(uintptr_t kernel, size_t index, size_t *off
   return 0;
 }
 
-static CUresult cuKernelSetAttribute(int attribute, int value, uintptr_t kernel, int device) {
+CUresult cuKernelSetAttribute(int attribute, int value, uintptr_t kernel, int device) {
   BEGIN(cuKernelSetAttribute)
   printf("cuKernelSetAttribute %d %d %#lx %d\n", attribute, value, (unsigned long)kernel, device);
   return 0;
 }
 
-static CUresult cuKernelGetFunction(uintptr_t *function, uintptr_t kernel) {
+CUresult cuKernelGetFunction(uintptr_t *function, uintptr_t kernel) {
   if (!current_context) return 201;
   printf("cuKernelGetFunction %#lx\n", (unsigned long)kernel);
   *function = 0x4000;
   return 0;
 }
 
-static CUresult cuFuncLoad(uintptr_t function) {
+CUresult cuFuncLoad(uintptr_t function) {
   printf("cuFuncLoad %#lx\n", (unsigned long)function);
   return 0;
 }
@@ -141,7 +141,7 @@ typedef struct {
   unsigned count;
 } Config;
 
-static CUresult cuLaunchKernelEx(const Config *c, uintptr_t function, void **params, void **extra) {
+CUresult cuLaunchKernelEx(const Config *c, uintptr_t function, void **params, void **extra) {
   BEGIN(cuLaunchKernelEx)
   printf("cuLaunchKernelEx %#lx grid %u %u %u block %u %u %u shared %u stream %#lx",
          (unsigned long)function, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1],
@@ -158,12 +158,12 @@ static CUresult cuLaunchKernelEx(const Config *c, uintptr_t function, void **par
   return 0;
 }
 
-static CUresult cuGetErrorName(int code, const char **name) {
+CUresult cuGetErrorName(int code, const char **name) {
   *name = code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU" : NULL;
   return *name ? 0 : 1;
 }
 
-static CUresult cuGetErrorString(int code, const char **text) {
+CUresult cuGetErrorString(int code, const char **text) {
   *text = code == 209 ? "no kernel image is available" : NULL;
   return *text ? 0 : 1;
 }

@@ -38,7 +38,7 @@ from llbf16_aot.errors import (
     UnsupportedProblemError,
 )
 from llbf16_aot.key import CompileKey
-from llbf16_aot.problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, DType, Problem, Target
+from llbf16_aot.problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem, Target
 
 SM_90A = Target.parse("sm_90a")
 FP32_TILE = {
@@ -182,7 +182,7 @@ def test_dotprod_is_unrolled_for_the_tokens_and_tiled_above_16() -> None:
 
 problems = st.builds(
     Problem,
-    tokens=st.integers(1, MAX_TOKENS),
+    tokens=st.integers(1, FEW_TOKENS),
     experts=st.integers(1, MAX_EXPERTS),
     hidden=st.one_of(st.integers(1, 4096), st.integers(1, MAX_HIDDEN // 8)).map(lambda n: 8 * n),
     out_dtype=st.sampled_from(DType),
@@ -209,7 +209,7 @@ def test_every_valid_problem_has_a_key_that_can_be_compiled(
 @given(
     st.builds(
         Problem,
-        tokens=st.integers(-1, MAX_TOKENS + 2),
+        tokens=st.one_of(st.integers(-1, FEW_TOKENS), st.integers(65_537, 70_000)),
         experts=st.integers(-1, MAX_EXPERTS + 2),
         hidden=st.integers(-8, MAX_HIDDEN + 16),
         x_dtype=st.sampled_from(DType),
@@ -324,16 +324,47 @@ def test_every_problem_with_fp32_weights_is_served(
         assert key.config.hidden == problem.hidden
 
 
-def test_one_artifact_serves_every_number_of_tokens_above_64() -> None:
+@pytest.mark.parametrize("table", PACKAGED_TABLES)
+@pytest.mark.parametrize("shape", [(256, 6144), (7, 2880)])
+@pytest.mark.parametrize("first", [65, 129, 257, 513])
+def test_one_artifact_serves_a_whole_span_of_tokens_above_64(
+    table: str, shape: tuple[int, int], first: int
+) -> None:
     """Catches a key that depends on M where M is unbounded: nobody could build them all."""
+    last = 65_536 if first == 513 else 2 * first - 2
     keys = {
         dispatch(
-            Problem(tokens, 256, 6144, weight_dtype=DType.FP32), SM_90A, load_table(table, SM_90A)
+            Problem(tokens, *shape, weight_dtype=DType.FP32), SM_90A, load_table(table, SM_90A)
         )
-        for tokens in (65, 66, 127, 128, 129, 1000, 4096, 65_536)
-        for table in PACKAGED_TABLES
+        for tokens in (first, first + 1, (first + last) // 2, last)
     }
     assert len(keys) == 1
+
+
+@pytest.mark.parametrize("table", PACKAGED_TABLES)
+def test_large_batches_with_bf16_weights_need_no_artifact_of_their_own(table: str) -> None:
+    """Above 64 tokens a kernel serves only where it was measured, and one that 64 tokens have."""
+    parsed = load_table(table, SM_90A)
+    for hidden, experts in ((7168, 256), (2048, 128), (2880, 7)):
+        for tokens in (65, 128, 256, 257, 4096, 65_536):
+            problem = Problem(tokens, experts, hidden)
+            try:
+                key = dispatch(problem, SM_90A, parsed)
+            except LibraryChosenError:
+                continue
+            assert table == "default"
+            assert tokens <= 256
+            key.check()
+
+
+def test_a_rule_without_tokens_says_nothing_of_more_than_64() -> None:
+    """Catches a published rule that sends a prefill of thousands of tokens to a small kernel."""
+    tile = SplitkTile()
+    table = Table(schema=1, name="t", source="", rules=(Rule(use=tile),))
+    assert table.tile_for(Problem(64, 256, 7168)) == tile
+    assert table.tile_for(Problem(65, 256, 7168)) == LibraryTile()
+    explicit = Table(schema=1, name="t", source="", rules=(Rule(use=tile, tokens=(65, 99)),))
+    assert explicit.tile_for(Problem(65, 256, 7168)) == tile
 
 
 def test_the_first_rule_that_admits_a_problem_decides() -> None:

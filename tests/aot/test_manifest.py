@@ -6,6 +6,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +15,22 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llbf16_aot import manifest as manifest_module
 from llbf16_aot.dispatch import dispatch, load_table
 from llbf16_aot.errors import LibraryChosenError, ManifestError
-from llbf16_aot.manifest import MAX_FILE_BYTES, MAX_ROUTERS, Manifest, packaged_manifests
+from llbf16_aot.manifest import (
+    MAX_FILE_BYTES,
+    MAX_ROUTERS,
+    PARSED_FILE,
+    Manifest,
+    packaged_manifests,
+    parsed_form,
+)
 from llbf16_aot.manifest_reader import MAX_ERRORS
 from llbf16_aot.manifest_schema import json_schema
 from llbf16_aot.problem import DType, Problem, Target
+
+UPDATE = os.environ.get("LLBF16_AOT_UPDATE_GOLDEN") == "1"
 
 GOOD = """\
 schema: 1
@@ -117,13 +129,13 @@ EXAMPLES = {
     ),
     "tokens above the largest": (
         good(("1-3", "1-65")),
-        "m.yaml:8: tokens is 1-65, must be a number from 1 to 64, a range such as 1-16, or a list "
-        "of both",
+        "m.yaml:8: tokens is 1-65, must be a number from 1 to 65536, a range up to 64 such "
+        "as 1-16, or a list of both",
     ),
     "tokens backwards": (
         good(("1-3", "3-1")),
-        "m.yaml:8: tokens is 3-1, must be a number from 1 to 64, a range such as 1-16, or a list "
-        "of both",
+        "m.yaml:8: tokens is 3-1, must be a number from 1 to 65536, a range up to 64 such "
+        "as 1-16, or a list of both",
     ),
     "tokens above the largest, fp32 weights": (
         good(("1-3", "[1-3, 65537]\n    weight_dtype: fp32")),
@@ -237,8 +249,8 @@ EXAMPLES = {
     ),
     "a wrong default that no router takes": (
         good(("routers:", "defaults: {tokens: 0}\nrouters:")),
-        "m.yaml:4: tokens is 0, must be a number from 1 to 64, a range such as 1-16, or a list of "
-        "both",
+        "m.yaml:4: tokens is 0, must be a number from 1 to 65536, a range up to 64 such as 1-16, "
+        "or a list of both",
     ),
     "tokens without end": (
         good(("routers:", "defaults: {tokens: [" + "1," * 65 + "]}\nrouters:"))
@@ -600,3 +612,50 @@ def test_targets_keep_their_order() -> None:
     """The first target's artifacts are built first."""
     text = good(("[sm_90a]", "[sm_103a, sm_90a]"))
     assert parse(text).targets == (Target.parse("sm_103a"), Target.parse("sm_90a"))
+
+
+def test_packaged_manifests_are_kept_parsed_as_they_are_written() -> None:
+    """A parsed form that was left behind would preload other kernels than `build` built."""
+    path = Path(manifest_module._folder()) / PARSED_FILE
+    wanted = parsed_form(packaged_manifests())
+    if UPDATE:
+        path.write_bytes(wanted)
+    assert path.read_bytes() == wanted
+
+
+@pytest.mark.parametrize("name", packaged_manifests())
+def test_a_packaged_manifest_is_the_same_parsed_before_and_now(name: str) -> None:
+    """Catches a field that JSON loses, and an origin that names no file."""
+    path = manifest_module._folder() / f"{name}.yaml"
+    assert Manifest.load(name) == Manifest.load(path)
+
+
+def test_loading_a_packaged_manifest_imports_no_yaml_parser(tmp_path: Path) -> None:
+    """Its import takes longer than loading the kernels that the manifest asks for."""
+    program = (
+        "import sys; from llbf16_aot import Manifest; Manifest.load('dsv4'); "
+        "print([name for name in sys.modules if name.startswith('ruamel')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("change", ["# edited\n", None, "broken"])
+def test_a_manifest_that_was_edited_or_has_no_parsed_form_is_parsed(
+    change: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parsed form is found by the text's digest: it can be missing, never wrong."""
+    folder = manifest_module._folder()
+    text = (folder / "dsv4.yaml").read_text()
+    parsed = (folder / PARSED_FILE).read_bytes()
+    if change == "# edited\n":
+        text = text.replace("experts: 384", "experts: 385")
+    (tmp_path / "dsv4.yaml").write_text(text)
+    if change is not None:
+        (tmp_path / PARSED_FILE).write_bytes(parsed if change != "broken" else parsed[:-40])
+    monkeypatch.setattr(manifest_module, "_folder", lambda: tmp_path)
+    monkeypatch.chdir("/")
+    loaded = Manifest.load("dsv4")
+    assert loaded == Manifest.parse(text, origin=str(tmp_path / "dsv4.yaml"))

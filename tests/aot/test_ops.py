@@ -41,6 +41,35 @@ def test_the_operators_give_the_product(out_dtype: torch.dtype) -> None:
     assert GEMM(x, weight).dtype is torch.float32
 
 
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "extras",
+    [
+        (None, None),
+        (torch.arange(8.0), None),
+        (torch.arange(8.0).bfloat16(), None),
+        (None, 3.0),
+    ],
+)
+def test_weights_of_fp32_biases_and_scales_pass_through_a_compiled_graph(
+    x_dtype: torch.dtype, extras: tuple[torch.Tensor | None, float | None]
+) -> None:
+    """Taken eagerly and refused while traced, a router works until somebody compiles the model."""
+    x, weight = operands(3, 8, 64)
+    x, weight = x.to(x_dtype), weight.float()
+    bias, scale = extras
+    torch.library.opcheck(GEMM.default, (x, weight, None, bias, scale))
+    torch.library.opcheck(GEMM_OUT.default, (x, weight, torch.empty(3, 8), bias, scale))
+
+    def route(x: torch.Tensor) -> torch.Tensor:
+        return ops.router_gemm(x, weight, bias=bias, scale=scale)
+
+    exact = x.double() @ weight.double().t()
+    exact = exact + bias.double() if bias is not None else exact * (scale or 1.0)
+    for result in (route(x), torch.compile(route, fullgraph=True, backend="aot_eager")(x)):
+        torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_graph_serves_every_number_of_tokens(backend: str) -> None:
     """A graph that froze M, or broke at the operator, compiles anew in the middle of a request."""
@@ -84,6 +113,10 @@ def test_a_compiled_graph_may_write_into_an_output() -> None:
     ("change", "message"),
     [
         (lambda x, w: (x.float(), w), "x has dtype torch.float32"),
+        (lambda x, w: (x, w, None, torch.zeros(8).half()), "bias has dtype torch.float16"),
+        (lambda x, w: (x, w, None, torch.zeros(7)), "bias has (shape|N)"),
+        (lambda x, w: (x, w, None, torch.zeros(8, 1)), "bias has (shape|2 dim)"),
+        (lambda x, w: (x, w, None, torch.zeros(8), 2.0), "bias and scale are both given"),
         (lambda x, w: (x, w.half()), "weight has dtype torch.float16"),
         (lambda x, w: (x[0], w), r"x has shape|x has 1 dimensions"),
         (lambda x, w: (x[:, :56], w), "x has K = 56"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from llbf16_aot.errors import TargetError, UnsupportedProblemError
 from llbf16_aot.problem import (
+    FEW_TOKENS,
     MAX_EXPERTS,
     MAX_HIDDEN,
-    MAX_TOKENS,
     DType,
     Problem,
     Target,
@@ -82,7 +82,7 @@ def test_targets_sort_by_number_and_then_by_suffix() -> None:
     "problem",
     [
         GOOD,
-        Problem(tokens=MAX_TOKENS, experts=1, hidden=8),
+        Problem(tokens=FEW_TOKENS, experts=1, hidden=8),
         Problem(tokens=1, experts=MAX_EXPERTS, hidden=MAX_HIDDEN),
         Problem(tokens=1, experts=7, hidden=2880, out_dtype=DType.BF16, pdl=False),
         Problem(tokens=1, experts=7, hidden=2880, out_dtype=DType.FP16),
@@ -100,7 +100,7 @@ def test_problems_up_to_the_limits_are_accepted(problem: Problem) -> None:
     [
         (Problem(0, 256, 7168), "tokens is 0"),
         (Problem(-1, 256, 7168), "tokens is -1"),
-        (Problem(MAX_TOKENS + 1, 256, 7168), "tokens is 65"),
+        (Problem(FEW_TOKENS + 1, 256, 7168), "tokens is 65"),
         (Problem(1, 0, 7168), "experts is 0"),
         (Problem(1, MAX_EXPERTS + 1, 7168), "experts is 65537"),
         (Problem(1, 256, 0), "hidden is 0"),

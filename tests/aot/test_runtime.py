@@ -14,11 +14,12 @@ import msgspec
 import pytest
 import support
 import torch
-from fake_gpu import FakeDevices, FakeDriver, MemoryStore, poison
+from fake_gpu import FakeDevices, FakeDriver, MemoryStore, artifact_for, poison
 from hypothesis import given
 from hypothesis import strategies as st
 from llbf16_aot import runtime as runtime_module
 from llbf16_aot.artifact import Artifact
+from llbf16_aot.dispatch import dispatch, load_table
 from llbf16_aot.errors import (
     AotError,
     ColdCaptureError,
@@ -31,7 +32,7 @@ from llbf16_aot.fallback import TorchProduct
 from llbf16_aot.launch import LaunchRecord
 from llbf16_aot.launcher import Launcher
 from llbf16_aot.loader import Loader
-from llbf16_aot.problem import Problem
+from llbf16_aot.problem import DType, Problem, Target
 from llbf16_aot.runtime import OnMiss, Runtime, Stats
 from llbf16_aot.store import Miss, MissReason, Store
 from runtime_kit import DTYPES, TOLERANCE, Bench, artifact, counted, error_of, operands
@@ -268,18 +269,58 @@ def test_under_the_error_policy_every_missed_call_raises(
     assert "absent: no such entry. Calls raise MissError from now on. To mend it: list" in line
 
 
-def test_more_tokens_than_kernels_take_fall_back_under_one_entry(
-    warnings_of: Callable[[], list[str]],
+def test_large_batches_are_the_librarys_without_a_warning(
+    warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefill has any number of tokens: an entry and a warning for each would grow for ever."""
-    bench = Bench()
-    for tokens in (65, 66, 300):
+    monkeypatch.setattr(runtime_module, "MAX_LARGE", 4)
+    bench = Bench(artifact(3, 8, 64))
+    small = operands(3, 8, 64)
+    for tokens in (65, 66, 67, 68, 69, 70, 300, 65):
         x, weight = operands(tokens, 8, 64)
+        assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
+        bench.runtime.run(*small)
+    assert bench.runtime.stats() == counted(hits=8, loads=1, misses={}, fallbacks=0, library=8)
+    assert len(bench.runtime._entries) <= 5
+    assert warnings_of() == []
+    assert len(bench.store.asked) == 1
+
+
+def test_more_tokens_than_any_kernel_takes_are_one_miss(
+    warnings_of: Callable[[], list[str]],
+) -> None:
+    """fp32 operands have a bound of their own: beyond it M must not matter either."""
+    bench = Bench()
+    for tokens in (33, 34, 300):
+        x, weight = (tensor.float() for tensor in operands(tokens, 8, 64))
         assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
     assert bench.runtime.stats() == counted(hits=0, loads=0, misses={"unsupported": 1}, fallbacks=3)
     (line,) = warnings_of()
-    assert "unsupported: tokens is 65, supported are 1 to 64" in line
+    assert "unsupported: tokens is 33, supported are 1 to 32" in line
     assert bench.store.asked == []
+
+
+def test_kernels_of_large_batches_are_found_again_after_they_were_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forgetting must cost a look into memory: no load, no lost count, nothing after `freeze`."""
+    monkeypatch.setattr(runtime_module, "MAX_LARGE", 3)
+    problem = Problem(128, 8, 64, weight_dtype=DType.FP32)
+    where = Target.parse("sm_90a")
+    stored = artifact_for(dispatch(problem, where, load_table("reference", where)))
+    bench = Bench(stored, on_miss="error")
+    counts = (*range(65, 73), 65)
+    for number, tokens in enumerate(counts):
+        x, weight = operands(tokens, 8, 64)
+        weight = weight.float()
+        for _ in range(2):
+            assert error_of(bench.runtime.run(x, weight), x, weight) <= 2e-6
+        if number == 4:
+            bench.runtime.freeze()
+    stats = bench.runtime.stats()
+    assert (stats.hits, stats.loads, stats.misses) == (2 * len(counts), 1, {})
+    assert len(bench.runtime._entries) <= 3
+    assert sum(len(family) for family in bench.runtime._memory._families.values()) <= 3
 
 
 def test_a_gpu_that_no_kernel_runs_on_falls_back(warnings_of: Callable[[], list[str]]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llbf16_aot.backends import DotprodTile, OneshotTile, SplitkTile, Tile
 from llbf16_aot.dispatch import LibraryTile, Origin, Table, dispatch, load_table
 from llbf16_aot.errors import LibraryChosenError, UsageError
-from llbf16_aot.problem import MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, Problem, Target
+from llbf16_aot.problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, Problem, Target
 from llbf16_aot.search import REPRESENTATIVE_TOKENS, search_space, tokens_span
 from llbf16_aot.survey import SurveyCell, SurveyTiming, SurveyTrial
 from llbf16_aot.tablewriter import EXPERTS_BANDS, HIDDEN_BANDS, format_table, write_table
@@ -84,7 +84,7 @@ def test_every_measured_cell_dispatches_to_what_was_chosen(cells: list[SurveyCel
     surveys(),
     st.lists(
         st.tuples(
-            st.integers(1, MAX_TOKENS),
+            st.integers(1, FEW_TOKENS),
             st.one_of(st.integers(1, 3000), st.integers(1, MAX_EXPERTS)),
             st.one_of(st.integers(1, 2048), st.integers(1, MAX_HIDDEN // 8)).map(lambda n: 8 * n),
         ),
