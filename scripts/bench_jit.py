@@ -44,9 +44,9 @@ class _TensorCall:
         tensors = (x.iterator, weight.iterator, out.iterator)
         if const_expr(self.with_hidden):
             hidden = Int32(x.shape[1])
-            self.kernel(*tensors, tokens, experts, hidden, x_row, weight_row, stream)
+            self.kernel(*tensors, tokens, experts, hidden, x_row, weight_row, None, stream)
         else:
-            self.kernel(*tensors, tokens, experts, x_row, weight_row, stream)
+            self.kernel(*tensors, tokens, experts, x_row, weight_row, None, stream)
 
 
 _WITH_HIDDEN = (
