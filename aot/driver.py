@@ -99,8 +99,15 @@ class PreparedLaunch(Protocol):
     def params(self) -> memoryview:
         """The bytes of the parameter buffer: whole words, the last of which the kernel ignores."""
 
-    def launch(self, stream: int) -> None:
-        """Enqueue the kernel with what the buffer holds now; raises DriverError."""
+    def use_stream(self, stream: int) -> None:
+        """Enqueue on this stream from now on; before that, on the default stream."""
+
+    @property
+    def enqueue(self) -> Callable[[], int]:
+        """Enqueues the kernel with what the buffer holds now; gives the driver's code."""
+
+    def check(self, code: int) -> None:
+        """Raise DriverError for a code of `enqueue` that is an error."""
 
     def __call__(self, stream: int, params: bytes) -> None:
         """Enqueue the kernel with this parameter buffer; raises DriverError."""
@@ -297,16 +304,15 @@ class _CudaLaunch:
             attributes=ctypes.addressof(self._attributes),
             attribute_count=count,
         )
-        self._stream = 0
         self._buffer = (ctypes.c_uint64 * words_of(config.params_size_bytes))()
         self.params = memoryview(self._buffer).cast("B")
         base = ctypes.addressof(self._buffer)
         self._pointers = (ctypes.c_void_p * (len(config.params) or 1))(
             *(base + offset for offset, _ in config.params)
         )
-        # A kernel handle stands in for a function handle: the stream's context decides. One call
-        # without a frame of Python's own.
-        self._enqueue = functools.partial(
+        # A kernel handle stands in for a function handle: the stream's context decides. A partial
+        # has no frame of Python's own.
+        self.enqueue: Callable[[], int] = functools.partial(
             api.launch_function(),
             ctypes.addressof(self._config),
             kernel,
@@ -316,15 +322,14 @@ class _CudaLaunch:
 
     def __call__(self, stream: int, params: bytes) -> None:
         self.params[: len(params)] = params
-        self.launch(stream)
+        self.use_stream(stream)
+        self.check(self.enqueue())
 
-    def launch(self, stream: int) -> None:
-        if stream != self._stream:
-            self._config.stream = stream
-            self._stream = stream
-        code = self._enqueue()
-        if code:
-            self._api.check(code, f"cuLaunchKernelEx({self._describe})")
+    def use_stream(self, stream: int) -> None:
+        self._config.stream = stream
+
+    def check(self, code: int) -> None:
+        self._api.check(code, f"cuLaunchKernelEx({self._describe})")
 
 
 class _LaunchAttribute(ctypes.Structure):

@@ -140,7 +140,9 @@ class Launcher:
         self._kernel = kernel
         self._record = record
         self._problem = problem
-        self._places = _Places.of(record)
+        self._places = places = _Places.of(record)
+        self._pointers = (places.x, places.weight, places.out)
+        self._unusual = bool(places.extras or places.again)
         self._ordinary: Launcher | None = None
         self._free: list[_Slot] = []
         self._slots: list[_Slot] = []
@@ -210,17 +212,21 @@ class Launcher:
         except IndexError:
             slot = self._new_slot()
         try:
-            places, words = self._places, slot.words
-            words[places.x] = x
-            words[places.weight] = weight
-            words[places.out] = out
+            words = slot.words
+            x_at, weight_at, out_at = self._pointers
+            words[x_at] = x
+            words[weight_at] = weight
+            words[out_at] = out
             if slot.strides is not strides:
-                slot.set_strides(places, strides)
-            if places.extras:
-                slot.set_extras(places, extras or {})
-            if places.again:
-                slot.repeat(places)
-            slot.launch(stream)
+                slot.set_strides(self._places, strides)
+            if self._unusual:
+                slot.set_extras(self._places, extras or {})
+                slot.repeat(self._places)
+            if slot.stream != stream:
+                slot.set_stream(stream)
+            code = slot.enqueue()
+            if code:
+                slot.prepared.check(code)
             slot.calls += 1
         finally:
             self._free.append(slot)
@@ -273,16 +279,23 @@ class _Places(NamedTuple):
 class _Slot:
     """A prepared launch and how often it ran. Popped from a list: one thread has it at a time."""
 
-    __slots__ = ("calls", "data", "halves", "launch", "strides", "words")
+    __slots__ = ("calls", "data", "enqueue", "halves", "prepared", "stream", "strides", "words")
 
     def __init__(self, prepared: PreparedLaunch) -> None:
         prepared.params[:] = bytes(len(prepared.params))  # gaps too: the same bytes in every call
-        self.launch = prepared.launch
+        self.prepared = prepared
+        self.enqueue = prepared.enqueue
+        self.stream = 0
         self.data = prepared.params
         self.words = prepared.params.cast("Q")
         self.halves = prepared.params.cast("i")
         self.strides: tuple[int, int] | None = None
         self.calls = 0
+
+    def set_stream(self, stream: int) -> None:
+        """Enqueue on this stream from now on."""
+        self.prepared.use_stream(stream)
+        self.stream = stream
 
     def set_extents(self, places: _Places, problem: Problem) -> None:
         """Write what stays the same in every call."""

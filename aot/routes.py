@@ -36,6 +36,7 @@ class Route:
         "never",
         "next",
         "out_bytes",
+        "out_dtype",
         "out_strides",
         "shape",
         "strides",
@@ -53,6 +54,7 @@ class Route:
         self.never: Launcher | None = None
         self.next: Route | None = None
         self.device = operands.device_index
+        self.out_dtype = out_dtype
         self.grads = x.requires_grad or weight.requires_grad
         self.strides = (operands.x_row_stride, operands.weight_row_stride)
         self.shape = (operands.tokens, operands.experts)
@@ -89,6 +91,7 @@ class Weight:
         "address",
         "captured_at",
         "epoch",
+        "last",
         "reference",
         "routes",
         "version",
@@ -100,6 +103,8 @@ class Weight:
     ) -> None:
         self.reference = weakref.ref(tensor, forget)
         self.routes = routes
+        self.last: Route | None = None
+        """The route of the last call without an output: the next one is mostly like it."""
         self.versioned = not tensor.is_inference()
         self.address = 0
         self.version = 0
@@ -170,6 +175,8 @@ class Memory:
             for family in self._families.values():
                 for key in [key for key in tuple(family) if key[0][0] > tokens]:
                     family.pop(key, None)
+            for known in tuple(self.weights.values()):
+                known.last = None
 
     def note(self, known: Weight, sight: Sight, *, capturing: bool) -> None:
         """Remember that a call waited for a weight, unless it was said to have changed since.

@@ -80,19 +80,29 @@ class FakeLaunch:
         self._size_bytes = config.params_size_bytes
         self._execute = execute
         self._busy = threading.Lock()
+        self._stream = 0
 
-    def launch(self, stream: int) -> None:
+    def use_stream(self, stream: int) -> None:
+        self._stream = stream
+
+    def check(self, code: int) -> None:
+        if code:
+            raise DriverError(f"launch failed with {code}")
+
+    def enqueue(self) -> int:
         if not self._busy.acquire(blocking=False):
             raise DriverError("two threads use one prepared launch")
         try:
-            self._execute(stream, bytes(self.params[: self._size_bytes]))
+            self._execute(self._stream, bytes(self.params[: self._size_bytes]))
         finally:
             self._busy.release()
+        return 0
 
     def __call__(self, stream: int, params: bytes) -> None:
         assert len(params) == self._size_bytes
         self.params[: len(params)] = params
-        self.launch(stream)
+        self.use_stream(stream)
+        self.check(self.enqueue())
 
 
 class FakeDriver:

@@ -157,7 +157,8 @@ launch(1, pack(1, 2, 3))
 words = launch.params.cast("Q")
 assert len(words) == 4, len(words)
 words[0], words[2], words[3] = 5, 7, 0xFFFF
-launch.launch(1)
+driver_code = launch.enqueue()
+assert driver_code == 0
 """
     lines = run(program, libcuda).splitlines()
     assert [line.split(" params ")[1] for line in lines] == [
