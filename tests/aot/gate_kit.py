@@ -9,10 +9,11 @@ import torch
 from fake_gpu import FakeDevices, FakeDriver, MemoryStore
 from llbf16_aot import tiers
 from llbf16_aot.dispatch import dispatch, load_table
+from llbf16_aot.errors import LibraryChosenError
 from llbf16_aot.gate import GateLinear
 from llbf16_aot.key import CompileKey
-from llbf16_aot.loader import Missing
-from llbf16_aot.problem import OPERAND_TOKENS, DType, Problem, Target
+from llbf16_aot.loader import LIBRARY, Missing
+from llbf16_aot.problem import FEW_TOKENS, OPERAND_TOKENS, DType, Problem, Target
 from llbf16_aot.runtime import OnMiss, Pdl, Runtime
 from llbf16_aot.wanted import PreloadReport, Wanted
 from runtime_kit import DTYPES
@@ -23,6 +24,7 @@ Operands = tuple[torch.Tensor, torch.Tensor]
 class Ledger(Runtime):
     """A runtime that has every kernel of its tables, computes in fp64 and notes what it is given.
 
+    `calls` are those that a kernel would compute, `library` holds the M of all others.
     Takes what `OPERAND_TOKENS` names and fails the test for anything else: whatever reaches it is
     what a kernel would read.
     """
@@ -37,6 +39,7 @@ class Ledger(Runtime):
         )
         self.shape = capability
         self.calls: list[tuple[int, torch.dtype, torch.dtype, torch.dtype]] = []
+        self.library: list[int] = []
         self.biases: list[torch.dtype] = []
         self.absent: set[int] = set()
         self.wanted: list[CompileKey] = []
@@ -52,7 +55,10 @@ class Ledger(Runtime):
         if problem.tokens in self.absent:
             return Missing("subject", "absent", f"no kernel for {problem}: absent", "build it")
         where = Target.parse("sm_90a")
-        return dispatch(problem, where, load_table("reference", where))
+        try:
+            return dispatch(problem, where, load_table("reference", where))
+        except LibraryChosenError as error:
+            return Missing("subject", LIBRARY, f"no kernel for {problem}: {error.message}", "")
 
     def preload(self, what: Wanted, *, devices: Iterable[int] | None = None) -> PreloadReport:
         assert not isinstance(what, str)
@@ -78,7 +84,10 @@ class Ledger(Runtime):
             assert tensor.stride(1) == 1
             assert tensor.data_ptr() % 16 == 0
             assert tensor.shape[0] == 1 or tensor.stride(0) * tensor.element_size() % 16 == 0
-        self.calls.append((x.shape[0], x.dtype, weight.dtype, out_dtype))
+        if weight.dtype is torch.bfloat16 and x.shape[0] > FEW_TOKENS:
+            self.library.append(x.shape[0])
+        else:
+            self.calls.append((x.shape[0], x.dtype, weight.dtype, out_dtype))
         sums = x.double() @ weight.double().t()
         if bias is not None:
             assert bias.dtype in (torch.float32, torch.bfloat16)

@@ -237,7 +237,9 @@ def _node(api: Any, value: Callable[[Any], Any], node: Any, record: LaunchRecord
     params = value(api.cuGraphKernelNodeGetParams(node))
     names = api.CUlaunchAttributeID
     attribute = api.cuGraphKernelNodeGetAttribute
-    dim = value(attribute(node, names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)).clusterDim
+    # The bindings' objects of a union's members point into it: it has to stay alive.
+    cluster = value(attribute(node, names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION))
+    dim = cluster.clusterDim
     cooperative = value(attribute(node, names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)).cooperative
     addresses = (ctypes.c_void_p * len(record.params)).from_address(int(params.kernelParams))
     return Node(
