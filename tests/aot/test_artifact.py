@@ -59,7 +59,12 @@ def test_a_record_is_readable_by_any_json_reader() -> None:
     """Catches a binary or private form: people and other tools read stores too."""
     data = json.loads(ENCODED)
     assert data["schema"] == 1
-    assert data["key"]["config"] == {"backend": "splitk", "split_k": 6, "stages": 4}
+    assert data["key"]["config"] == {
+        "backend": "splitk",
+        "split_k": 6,
+        "stages": 4,
+        "experts_tile": 16,
+    }
     assert data["launch"]["params"][0] == {
         "kind": "pointer",
         "offset_bytes": 0,

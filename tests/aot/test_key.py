@@ -115,7 +115,7 @@ def test_the_key_schema_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 GOLDEN_JSON = (
-    b'{"alignment_bytes":16,"config":{"backend":"splitk","split_k":6,"stages":4},'
+    b'{"alignment_bytes":16,"config":{"backend":"splitk","experts_tile":16,"split_k":6,"stages":4},'
     b'"epilogue":"none","layout":"k_major","out_dtype":"fp32","pdl":true,"target":"sm_90a",'
     b'"weight_dtype":"bf16","x_dtype":"bf16"}'
 )
@@ -131,7 +131,7 @@ def test_canonical_json_is_sorted_compact_and_stable() -> None:
     ("backend", "digest"),
     [
         ("dotprod", "f4e98731b1f5038780ce8cdce791a09e1494f2ce564baf788e6fec6a31782b04"),
-        ("splitk", "6d087e08b2640e15d1da619fa90ccbba1575ec870476cacc7e9e9e75dbb99f77"),
+        ("splitk", "c589d4ac37d15e095ff4188c1f12e1d01f26c058d4eb9f60c5db1c310c9da1af"),
     ],
 )
 def test_golden_digests(backend: str, digest: str) -> None:
@@ -170,7 +170,9 @@ def test_digest_uses_the_digest_of_the_installed_sources() -> None:
 
 def test_a_key_prints_every_part_of_its_configuration() -> None:
     """Catches messages in which two different kernels read the same."""
-    assert str(make("splitk")) == "splitk split_k=6 stages=4 bf16 x bf16 -> fp32 pdl=on sm_90a"
+    assert str(make("splitk")) == (
+        "splitk split_k=6 stages=4 experts_tile=16 bf16 x bf16 -> fp32 pdl=on sm_90a"
+    )
     texts = {str(make("splitk", **change)) for change in ({}, {"pdl": False}, {"target": "sm_80"})}
     assert len(texts) == 3
 

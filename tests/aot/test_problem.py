@@ -100,7 +100,7 @@ def test_problems_up_to_the_limits_are_accepted(problem: Problem) -> None:
     [
         (Problem(0, 256, 7168), "tokens is 0"),
         (Problem(-1, 256, 7168), "tokens is -1"),
-        (Problem(FEW_TOKENS + 1, 256, 7168), "tokens is 65"),
+        (Problem(65_537, 256, 7168), "tokens is 65537"),
         (Problem(1, 0, 7168), "experts is 0"),
         (Problem(1, MAX_EXPERTS + 1, 7168), "experts is 65537"),
         (Problem(1, 256, 0), "hidden is 0"),
