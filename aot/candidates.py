@@ -29,8 +29,9 @@ def plan_candidates(
     """Decide what to compile so that every tile of the manifests' routers can be measured.
 
     Tiles are measured with fp32 output and dependent launch, whatever the routers ask for: the
-    output's type and the launch change what a call costs, not which tile is best. Has no needs, so
-    a build of it proves no coverage. Raises what `plan_build` raises.
+    output's type and the launch change what a call costs, not which tile is best. Routers whose x
+    is fp32 are left out: no tile of theirs is tuned. Has no needs, so a build of it proves no
+    coverage. Raises what `plan_build` raises.
     """
     keys: dict[str, CompileKey] = {}
     models: dict[str, dict[str, None]] = {}
@@ -41,8 +42,17 @@ def plan_candidates(
                 keys[key.digest()] = key
                 models[key.digest()] = {PROBE_MODEL: None}
             for router in manifest.routers:
+                if router.x_dtype is not DType.BF16:
+                    continue
                 problems = (
-                    Problem(tokens, router.experts, router.hidden, DType.FP32, True)
+                    Problem(
+                        tokens,
+                        router.experts,
+                        router.hidden,
+                        DType.FP32,
+                        True,
+                        weight_dtype=router.weight_dtype,
+                    )
                     for tokens in router.tokens
                 )
                 for key in candidate_keys(problems, target):

@@ -180,13 +180,15 @@ class CompilerProcess:
                     os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill and forget the child: process group, pipes and private directory."""
+        """Kill and forget the child: process group, pipes and private directory.
+
+        May be called again, and does then what a signal kept it from.
+        """
         self.kill()
         with self._life:
-            if self._reaped:
-                return
-            self._process.wait()
-            self._reaped = True
+            if not self._reaped:
+                self._process.wait()
+                self._reaped = True
         self._selector.close()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:

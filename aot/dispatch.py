@@ -70,7 +70,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     An absent range of experts or hidden sizes admits all, one of tokens all up to FEW_TOKENS.
     `weight_dtype` tells for which weights the rule is, and bf16 goes without saying. A rule admits
-    no x of a type that its tile's family does not take.
+    no x of a type that its tile's family does not take; the library is measured with x of bf16, and
+    preferred for that only.
     """
 
     use: Tile | LibraryTile
@@ -92,8 +93,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         first, last = self.tokens or (1, FEW_TOKENS)
         if not first <= problem.tokens <= last or self.weight_dtype is not problem.weight_dtype:
             return False
-        operands = (problem.x_dtype, problem.weight_dtype)
-        return isinstance(self.use, LibraryTile) or operands in OPERANDS[backend_name(self.use)]
+        if isinstance(self.use, LibraryTile):
+            return problem.x_dtype is DType.BF16
+        return (problem.x_dtype, problem.weight_dtype) in OPERANDS[backend_name(self.use)]
 
 
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -405,6 +405,7 @@ class _Libcuda:
 
     def launch_function(self) -> Callable[[int, int, int, None], int]:
         """`cuLaunchKernelEx` of addresses, which lets other threads run while it does."""
+        self._function("cuLaunchKernelEx")
         # Declared as addresses: ctypes converts an int faster than it checks a pointer's type.
         prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
         function: Callable[[int, int, int, None], int] = prototype(

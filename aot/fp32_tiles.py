@@ -19,7 +19,7 @@ from .backends.oneshot import BLOCK_ELEMENTS, OneshotConfig, OneshotTile
 from .errors import UnsupportedProblemError
 from .problem import FEW_TOKENS, DType, Problem
 
-__all__ = ["bf16x3_space", "default_tile", "fp32_space"]
+__all__ = ["SPANS", "bf16x3_space", "default_tile", "fp32_space"]
 
 SMS = 132
 """SMs of an H200, for which the choice is made; GPUs with more of them are served well enough."""
@@ -149,7 +149,7 @@ def _default_bf16x3(hidden: int, experts: int, tokens: int) -> Bf16x3Tile:
 
 
 def _large_bf16x3(hidden: int, experts: int, tokens: int) -> Bf16x3Tile:
-    """A tile that gives all SMs alike to do: the shape that won wherever M above 64 was measured.
+    """A tile that gives all SMs alike to do, of a shape that mostly won where M was measured.
 
     Small tiles where K can be split enough to fill the GPU with them, large ones elsewhere, which
     read less for each product.

@@ -29,7 +29,7 @@ from .key import CompileKey
 from .launch import LaunchRecord
 from .launcher import Launcher, check_record
 from .layers import ArtifactSource
-from .problem import Problem, Target
+from .problem import FEW_TOKENS, DType, Problem, Target
 from .store import Miss, MissReason
 
 __all__ = ["LIBRARY", "NOT_LOADED", "ArtifactSource", "Loader", "Missing", "Reach"]
@@ -107,7 +107,9 @@ class Loader:
         misses the first that is more than an absence is told. A problem without dependent launch
         that has no kernel of its own is served by the one with it, launched without.
 
-        What is out of `reach` is Missing, `not-loaded`. With `ready` the device must be the current
+        What is out of `reach` is Missing, `not-loaded`. Of large batches with bf16 weights both are
+        the library's: there a kernel is an offer to the manifests that list such batches, and what
+        computed them before is as good. With `ready` the device must be the current
         one; without, the kernel is loaded and not made ready there, for a device on which nothing
         runs yet. Raises UntrustedStoreError and TuningTableError: trouble with trust or with the
         set-up is no miss.
@@ -134,7 +136,11 @@ class Loader:
             told = told or _missing(
                 str(problem), error.code, str(problem), error.message, error.hint
             )
-        return told or _not_loaded(str(problem), str(problem))
+        told = told or _not_loaded(str(problem), str(problem))
+        large = problem.tokens > FEW_TOKENS and problem.weight_dtype is DType.BF16
+        if large and told.reason in (MissReason.ABSENT.value, NOT_LOADED):
+            return _missing(str(problem), LIBRARY, str(problem), told.message, told.hint)
+        return told
 
     def served_by(self, problem: Problem, device: int, *, reach: Reach) -> CompileKey | Missing:
         """The key of the launcher that `find` gives, made ready as there; or why it gives none."""

@@ -81,16 +81,23 @@ class CompilerPool:
         return answer
 
     def close(self) -> None:
-        """End every child now; calls of `compile` that are under way fail."""
+        """End every child now; calls of `compile` that are under way fail.
+
+        What a signal cuts short here the next call goes on with.
+        """
         with self._changed:
             self._closed = True
-            idle, self._idle = self._idle, []
-            busy = self._children.difference(idle)
+            busy = self._children.difference(self._idle)
             self._changed.notify_all()
         for child in busy:
             child.kill()
-        for child in idle:
-            self._discard(child)
+        while self._idle:
+            # Forgotten only when it has ended: nobody takes an idle child from a closed pool.
+            child = self._idle[-1]
+            child.end()
+            with self._changed:
+                self._children.discard(child)
+                self._idle.pop()
         with self._changed:
             # The threads that use them take the busy ones away, at once: they were killed.
             self._changed.wait_for(lambda: not self._children, timeout=10)

@@ -67,7 +67,8 @@ _MENDED_BY_BUILD = (MissReason.ABSENT.value, MissReason.DAMAGED.value, MissReaso
 class Stats(msgspec.Struct, frozen=True):
     """What a runtime has done so far.
 
-    `hits` counts launches of stored kernels, `fallbacks` calls that torch computed, `loads`
+    `hits` counts launches of stored kernels (without those that other threads made of large batches
+    just when these were forgotten), `fallbacks` calls that torch computed, `loads`
     libraries that the driver loaded. `misses` counts, by reason, what was found missing, each
     compile key (or, where there is none, each problem) once; the reasons are those of
     `llbf16_aot.loader.Missing`. `library` counts calls that torch computed because the tuning table
@@ -407,6 +408,7 @@ class Runtime:
         self._weights = self._memory.weights
         self._entries = {}
         self._large = []
+        self._forgotten_hits = 0
         self._make_locks()
 
     def _make_locks(self) -> None:

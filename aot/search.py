@@ -6,7 +6,7 @@ come from here, so that they agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -23,16 +23,19 @@ from .backends import (
     backend_name,
     works,
 )
-from .backends.oneshot import BLOCK_ELEMENTS, EXPERTS_TILES, TOKENS_TILES, OneshotConfig
+from .backends.oneshot import BLOCK_ELEMENTS, EXPERTS_TILES, config_for
+from .fp32_tiles import SPANS, bf16x3_space, fp32_space
 from .key import CompileKey
-from .problem import VECTOR_ELEMENTS, DType, Problem, Target
+from .problem import FEW_TOKENS, VECTOR_ELEMENTS, DType, Problem, Target
 
 __all__ = [
     "PROBES",
+    "REPRESENTATIVE_FP32_TOKENS",
     "REPRESENTATIVE_TOKENS",
     "candidate_keys",
     "key_for",
     "probe_key",
+    "representative_tokens",
     "search_space",
     "tokens_span",
 ]
@@ -48,6 +51,12 @@ REPRESENTATIVE_TOKENS = {
     256: (193, 256),
 }
 """Above 16 tokens one measured M stands for a span: kernels work in tiles of 16 or 32 there."""
+
+REPRESENTATIVE_FP32_TOKENS = {
+    **{tokens: span for tokens, span in REPRESENTATIVE_TOKENS.items() if tokens <= FEW_TOKENS},
+    **dict(zip(SPANS, ((65, 128), (129, 256), (257, 512), (513, 65_536)), strict=True)),
+}
+"""The same with fp32 weights, which kernels take at any M: the spans of `fp32_tiles`."""
 
 PROBES: tuple[Literal["producer", "empty"], ...] = ("producer", "empty")
 """The kernels that measurements need beside the candidates."""
@@ -77,6 +86,16 @@ DOTPROD_MAX_TOKENS = 8
 
 DOTPROD_MAX_WASTE = 0.25
 
+FP32_ONESHOT = (3, 128)
+"""M for which `oneshot` is tried with fp32 weights: below, FMA units won in every cell; above, it
+reads the weights too often."""
+
+FMA_TOKENS = 16
+"""Largest M for which the family `fp32` is tried: beyond, tensor cores won in every cell."""
+
+BF16X3_TOKENS = 32
+"""M above which `bf16x3` is tried."""
+
 SPLITK_TILES = (
     *(SplitkTile(s, stages) for s, stages in ((6, 4), (8, 2), (8, 5), (7, 5), (6, 5))),
     *(SplitkTile(s, 3, experts_tile=32) for s in (4, 6, 8)),
@@ -86,21 +105,27 @@ shape, so each costs one compile."""
 
 
 @lru_cache(maxsize=4096)
-def search_space(hidden: int, tokens: int) -> tuple[Tile, ...]:
-    """The tiles to measure for a hidden size and a number of tokens, each once.
+def search_space(hidden: int, tokens: int, weight_dtype: DType = DType.BF16) -> tuple[Tile, ...]:
+    """The tiles to measure for a hidden size, a number of tokens and a type of weights, each once.
 
-    Every tile passes its family's `check` for this problem. The number of experts changes no tile:
-    it only changes how many thread blocks there are.
+    x is bf16. Every tile passes its family's `check` for this problem. The number of experts
+    changes no tile: it only changes how many thread blocks there are.
     """
-    problem = Problem(tokens, 1, hidden)
-    oneshot = _oneshot(problem)
+    problem = Problem(tokens, 1, hidden, weight_dtype=weight_dtype)
+    wide = weight_dtype is DType.FP32
+    oneshot = () if wide and not FP32_ONESHOT[0] <= tokens <= FP32_ONESHOT[1] else _oneshot(problem)
     late = oneshot if tokens > LATE_RELEASE_TOKENS else ()
     tiles: tuple[Tile, ...] = (
         *oneshot,
         *(msgspec.structs.replace(tile, release="wait") for tile in late),
-        *_dotprod(problem),
-        *SPLITK_TILES,
     )
+    if not wide:
+        tiles = (*tiles, *_dotprod(problem), *SPLITK_TILES)
+    else:
+        if tokens <= FMA_TOKENS or (tokens <= BF16X3_TOKENS and not oneshot):
+            tiles = (*tiles, *fp32_space(hidden, tokens))
+        if tokens > BF16X3_TOKENS:
+            tiles = (*tiles, *bf16x3_space(hidden, tokens))
     return tuple(tile for tile in tiles if works(_config(tile, problem)))
 
 
@@ -108,7 +133,7 @@ def candidate_keys(problems: Iterable[Problem], target: Target) -> Iterator[Comp
     """The keys of every tile of these problems, each once, in the order of their first use."""
     seen: set[CompileKey] = set()
     for problem in problems:
-        for tile in search_space(problem.hidden, problem.tokens):
+        for tile in search_space(problem.hidden, problem.tokens, problem.weight_dtype):
             key = key_for(tile, problem, target)
             if key not in seen:
                 seen.add(key)
@@ -125,9 +150,15 @@ def probe_key(kind: Literal["producer", "empty"], target: Target) -> CompileKey:
     return CompileKey.of(ProbeConfig(kind), Problem(1, 1, VECTOR_ELEMENTS, DType.BF16), target)
 
 
-def tokens_span(tokens: int) -> tuple[int, int]:
+def representative_tokens(weight_dtype: DType) -> Mapping[int, tuple[int, int]]:
+    """Above 16 tokens: the M to measure with weights of a type, and the span each stands for."""
+    wide = weight_dtype is DType.FP32
+    return REPRESENTATIVE_FP32_TOKENS if wide else REPRESENTATIVE_TOKENS
+
+
+def tokens_span(tokens: int, weight_dtype: DType = DType.BF16) -> tuple[int, int]:
     """The numbers of tokens for which a measurement at this one speaks, both ends included."""
-    return REPRESENTATIVE_TOKENS.get(tokens, (tokens, tokens))
+    return representative_tokens(weight_dtype).get(tokens, (tokens, tokens))
 
 
 def _config(tile: Tile, problem: Problem) -> Config:
@@ -147,7 +178,6 @@ def _oneshot(problem: Problem) -> tuple[OneshotTile, ...]:
 def _covering(problem: Problem, *, rounds: int) -> Iterator[tuple[OneshotTile, float]]:
     """Tiles whose warps cover K in so many rounds with little waste, and that waste."""
     blocks = -(-problem.hidden // BLOCK_ELEMENTS)
-    tokens = next((t for t in TOKENS_TILES if t >= problem.tokens), TOKENS_TILES[-1])
     for experts_tile in EXPERTS_TILES:
         for split_k in sorted({*SPLITS, *EXACT_SPLITS}):
             if split_k in EXACT_SPLITS and (blocks % split_k or experts_tile not in (16, 32)):
@@ -158,11 +188,10 @@ def _covering(problem: Problem, *, rounds: int) -> Iterator[tuple[OneshotTile, f
                 waste = split_k * warps * vectors * rounds / blocks - 1
                 if warps not in WARPS or waste > MAX_WASTE:
                     continue
-                config = OneshotConfig(
-                    problem.hidden, tokens, experts_tile, split_k, warps, vectors
-                )
+                tile = OneshotTile(experts_tile, split_k, warps, vectors)
+                config = config_for(tile, problem)
                 if config.rounds == rounds and works(config):
-                    yield OneshotTile(experts_tile, split_k, warps, vectors), waste
+                    yield tile, waste
 
 
 def _dotprod(problem: Problem) -> Iterator[DotprodTile]:

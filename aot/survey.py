@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,10 +13,12 @@ from .dispatch import LibraryTile, Origin
 from .errors import UsageError
 from .files import read_regular
 from .outfile import write_whole
+from .problem import DType
 
 __all__ = [
     "LIBRARY_TEXT",
     "SURVEY_SCHEMA",
+    "CellKey",
     "Survey",
     "SurveyCell",
     "SurveyHeader",
@@ -77,6 +80,7 @@ class SurveyCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     empty: SurveyTiming
     trials: tuple[SurveyTrial, ...]
     lacking: int = 0
+    weight_dtype: DType = DType.BF16
     library_cold: dict[str, SurveyTiming] = {}
     library_hot: dict[str, SurveyTiming] = {}
 
@@ -117,9 +121,18 @@ class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     cells: tuple[SurveyCell, ...]
 
 
-def cell_key(cell: SurveyCell) -> tuple[int, int, int]:
-    """K, N and M: the order of cells."""
-    return cell.hidden, cell.experts, cell.tokens
+class CellKey(NamedTuple):
+    """What is measured: K, N, M and the type of the weights. Also the order of cells."""
+
+    hidden: int
+    experts: int
+    tokens: int
+    weight_dtype: DType = DType.BF16
+
+
+def cell_key(cell: SurveyCell) -> CellKey:
+    """What a cell is of."""
+    return CellKey(cell.hidden, cell.experts, cell.tokens, cell.weight_dtype)
 
 
 def choose(

@@ -13,7 +13,7 @@ import msgspec
 from .backends import BACKENDS, DotprodTile, OneshotTile, SplitkTile, Tile, backend_name
 from .dispatch import TABLE_SCHEMA, Figures, LibraryTile, Origin, Rule, Table
 from .errors import ConfigError, UsageError
-from .problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, Problem
+from .problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem
 from .search import search_space, tokens_span
 from .survey import SurveyCell, cell_key, tile_text
 
@@ -49,15 +49,20 @@ def write_table(cells: Iterable[SurveyCell], origin: Origin, *, name: str, targe
             "no cell was measured, so there is no table to write",
             hint="build the candidates first: llbf16-aot build MANIFEST --candidates",
         )
-    shapes = len({(cell.hidden, cell.experts) for cell in ordered})
+    shapes = len({(cell.hidden, cell.experts, cell.weight_dtype) for cell in ordered})
+    others = "with fp32 weights fp32_tiles decides for others"
+    if any(cell.weight_dtype is DType.BF16 for cell in ordered):
+        others = (
+            f"other shapes follow the nearest measured one, the library takes more than "
+            f"{EXPERTS_BANDS[-1]} experts, which nobody measured"
+        )
     library = sum(isinstance(cell.use, LibraryTile) for cell in ordered)
     return Table(
         schema=TABLE_SCHEMA,
         name=name,
         source=(
             f"measured for {target} in {len(ordered)} cells of {shapes} shapes, of which the "
-            f"library is faster in {library}; other shapes follow the nearest measured one, the "
-            f"library takes more than {EXPERTS_BANDS[-1]} experts, which nobody measured"
+            f"library is faster in {library}; {others}"
         ),
         rules=(*measured_rules(ordered), *general_rules(ordered)),
         measured=origin,
@@ -67,27 +72,29 @@ def write_table(cells: Iterable[SurveyCell], origin: Origin, *, name: str, targe
 def measured_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
     """One rule for each run of neighbouring tokens with one choice, shape by shape.
 
-    A cell speaks for its own span of tokens, and for those that were left out before it.
+    A cell speaks for its own span of tokens; up to 16 also for those that were left out before it.
     """
     rules = []
     for shape, members in groupby(
-        sorted(cells, key=cell_key), key=lambda cell: (cell.hidden, cell.experts)
+        sorted(cells, key=_shape_first), key=lambda cell: _shape_first(cell)[:3]
     ):
         runs: list[list[SurveyCell]] = []
         for cell in members:
-            if runs and runs[-1][-1].use == cell.use:
+            if runs and runs[-1][-1].use == cell.use and _adjoins(runs[-1][-1], cell):
                 runs[-1].append(cell)
             else:
                 runs.append([cell])
         end = 0
         for run in runs:
-            start, end = end + 1, tokens_span(run[-1].tokens)[1]
+            start = end + 1 if run[0].tokens <= 16 else _span(run[0])[0]
+            end = _span(run[-1])[1]
             rules.append(
                 Rule(
                     use=run[0].use,
                     tokens=(start, end),
                     experts=(shape[1], shape[1]),
                     hidden=(shape[0], shape[0]),
+                    weight_dtype=shape[2],
                     measured=Figures(
                         us=_ends(cell.chosen.us for cell in run),
                         cublas_us=_ends(cell.cublas.us for cell in run),
@@ -101,8 +108,12 @@ def measured_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
 def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
     """Rules for what was not measured: by K, N and M as the nearest measured shape, else by size.
 
-    Every supported problem finds one, and no tile fails its family's `check`.
+    Every supported problem with bf16 weights finds one, and no tile fails its family's `check`.
+    With fp32 weights `fp32_tiles` decides what was not measured.
     """
+    cells = [cell for cell in cells if cell.weight_dtype is DType.BF16]
+    if not cells:
+        return (Rule(use=BEYOND),)
     rules = [
         Rule(use=LibraryTile(), experts=(EXPERTS_BANDS[-1] + 1, MAX_EXPERTS)),
         Rule(use=BEYOND, hidden=(HIDDEN_BANDS[-1] + 1, MAX_HIDDEN)),
@@ -143,8 +154,21 @@ def format_table(table: Table) -> str:
 
 def _rule_text(rule: Rule) -> str:
     data = msgspec.to_builtins(rule)
-    order = ("tokens", "experts", "hidden", "use", "measured")
+    order = ("weight_dtype", "tokens", "experts", "hidden", "use", "measured")
     return json.dumps({name: data[name] for name in order if name in data})
+
+
+def _span(cell: SurveyCell) -> tuple[int, int]:
+    return tokens_span(cell.tokens, cell.weight_dtype)
+
+
+def _adjoins(before: SurveyCell, cell: SurveyCell) -> bool:
+    """Whether no span of tokens that nobody measured lies between two cells of a shape."""
+    return cell.tokens <= 16 or _span(before)[1] + 1 >= _span(cell)[0]
+
+
+def _shape_first(cell: SurveyCell) -> tuple[int, int, DType, int]:
+    return cell.hidden, cell.experts, cell.weight_dtype, cell.tokens
 
 
 def _ends(values: Iterable[float]) -> tuple[float, float]:

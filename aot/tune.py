@@ -12,9 +12,9 @@ from .backends import BACKENDS, Tile
 from .dispatch import LibraryTile, Origin
 from .errors import DriverError, NotFoundError
 from .key import kernel_source_digest
-from .problem import Problem
-from .search import REPRESENTATIVE_TOKENS, key_for, search_space
-from .survey import SurveyCell, SurveyHeader, SurveyTiming, SurveyTrial, choose
+from .problem import DType, Problem
+from .search import key_for, representative_tokens, search_space
+from .survey import CellKey, SurveyCell, SurveyHeader, SurveyTiming, SurveyTrial, choose
 from .timing import PROTOCOL, QUICK_REPLAYS, REPLAYS, ROUNDS, Bench, Call, Lab, Sample, Way, middle
 
 __all__ = ["FINALISTS", "header_of", "measured_tokens", "tune", "tune_cell"]
@@ -25,17 +25,17 @@ FINALISTS = 5
 NEAR = 1.05
 """Finalists within this factor of the fastest are also measured cold and hot."""
 
-Cells = Mapping[tuple[int, int, int], SurveyCell]
+Cells = Mapping[CellKey, SurveyCell]
 
 
-def measured_tokens(tokens: Iterable[int]) -> tuple[int, ...]:
+def measured_tokens(tokens: Iterable[int], weight_dtype: DType = DType.BF16) -> tuple[int, ...]:
     """The M to measure so that each of these has a figure: up to 16 itself, above the span's M."""
     wanted = set(tokens)
     small = {count for count in wanted if count <= 16}
     large = {
         count
-        for count, (first, last) in REPRESENTATIVE_TOKENS.items()
-        if wanted & set(range(first, last + 1))
+        for count, (first, last) in representative_tokens(weight_dtype).items()
+        if any(first <= one <= last for one in wanted)
     }
     return tuple(sorted(small | large))
 
@@ -58,41 +58,38 @@ def header_of(lab: Lab) -> SurveyHeader:
 
 
 def tune(
-    wanted: Iterable[tuple[int, int, int]],
+    wanted: Iterable[CellKey],
     *,
     lab: Callable[[], Lab],
     known: Cells | None = None,
     on_cell: Callable[[SurveyCell], None] | None = None,
 ) -> Iterator[SurveyCell]:
-    """Measure the wanted (K, N, M), shape by shape; those that are known already are taken over.
+    """Measure what is wanted, shape by shape; what is known already is taken over.
 
     `lab` is asked only if something must be measured. Raises NotFoundError where the store has no
     candidate for a cell.
     """
     found = dict(known or {})
-    for hidden, experts, tokens in sorted(set(wanted)):
-        cell = found.get((hidden, experts, tokens))
+    for one in sorted(set(wanted)):
+        cell = found.get(one)
         if cell is None:
-            before = found.get((hidden, experts, tokens - 1))
+            before = found.get(one._replace(tokens=one.tokens - 1))
             preferred = None if before is None else before.use
-            cell = tune_cell(lab(), hidden, experts, tokens, preferred=preferred)
-            found[hidden, experts, tokens] = cell
+            cell = tune_cell(lab(), one, preferred=preferred)
+            found[one] = cell
             if on_cell is not None:
                 on_cell(cell)
         yield cell
 
 
 def tune_cell(
-    lab: Lab,
-    hidden: int,
-    experts: int,
-    tokens: int,
-    *,
-    preferred: Tile | LibraryTile | None = None,
+    lab: Lab, wanted: CellKey, *, preferred: Tile | LibraryTile | None = None
 ) -> SurveyCell:
     """Measure one cell: all candidates quickly, then the fastest right ones and the library."""
-    bench = lab.bench(hidden, experts, tokens)
-    trials, calls, lacking = _quick(lab, bench, Problem(tokens, experts, hidden))
+    hidden, experts, tokens, weight_dtype = wanted
+    bench = lab.bench(hidden, experts, tokens, weight_dtype)
+    problem = Problem(tokens, experts, hidden, weight_dtype=weight_dtype)
+    trials, calls, lacking = _quick(lab, bench, problem)
     finalists = _finalists(bench, trials, calls, preferred)
     library = bench.library()
     full, rest = _full(bench, {tile: calls[tile] for tile in finalists}, library)
@@ -117,6 +114,7 @@ def tune_cell(
         empty=_timing(rest[EMPTY]),
         trials=tuple(trials.values()),
         lacking=lacking,
+        weight_dtype=weight_dtype,
         library_cold={name: by_way[Way.COLD] for name, by_way in elsewhere.items()},
         library_hot={name: by_way[Way.HOT] for name, by_way in elsewhere.items()},
     )
@@ -137,7 +135,7 @@ def _quick(
     calls: dict[Tile, Call] = {}
     lacking: list[str] = []
     bench.settle(REPLAYS)
-    for tile in search_space(problem.hidden, problem.tokens):
+    for tile in search_space(problem.hidden, problem.tokens, problem.weight_dtype):
         call = bench.kernel(key_for(tile, problem, lab.target))
         if isinstance(call, str):
             lacking.append(call)
@@ -150,7 +148,7 @@ def _quick(
         trials[tile] = SurveyTrial(use=tile, quick_us=round(us, 4))
         calls[tile] = call
     if not calls:
-        reasons = (*(trial.rejected for trial in trials.values()), *lacking)
+        reasons = (*(trial.rejected for trial in trials.values()), *lacking, "no tile fits")
         raise NotFoundError(
             f"the store has no candidate for hidden {problem.hidden}, {problem.tokens} tokens on "
             f"{lab.target}: {reasons[0]}",

@@ -24,8 +24,9 @@ __all__ = ["LAYER", "register", "replacement"]
 LAYER = "GateLinear"
 """The class name under which vLLM looks up replacements."""
 
-PRELOADED = range(1, 65)
-"""Token counts whose kernels are made ready, before vLLM captures graphs."""
+PRELOADED = (*range(1, 65), 96, 128, 192, 256, 512, 1024)
+"""Token counts whose kernels are made ready, before vLLM captures graphs: those that tables tell
+apart."""
 
 _MARK = "llbf16_aot_used"
 

@@ -14,20 +14,23 @@ __all__ = ["parse_tokens", "tokens_option"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_PART = re.compile(r"([0-9]{1,3})(?:-([0-9]{1,3}))?")
+_PART = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
     """The numbers of `1-4,8`, in order; raises UsageError naming the faulty part."""
-    from ..problem import FEW_TOKENS
+    from ..problem import FEW_TOKENS, OPERAND_TOKENS
+
+    largest = max(OPERAND_TOKENS.values())
 
     found: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last <= FEW_TOKENS:
+        if not 1 <= first <= last <= (largest if first == last else FEW_TOKENS):
             raise UsageError(
-                f"--tokens has {part.strip()!r}, must be numbers or ranges from 1 to {FEW_TOKENS}",
+                f"--tokens has {part.strip()!r}, must be numbers from 1 to {largest}, or ranges up "
+                f"to {FEW_TOKENS}",
                 hint="write for example --tokens 1-16,32",
             )
         found |= set(range(first, last + 1))

@@ -14,7 +14,7 @@ from .tokens import tokens_option
 
 if TYPE_CHECKING:
     from ..manifest import Manifest
-    from ..survey import Survey, SurveyCell, SurveyHeader
+    from ..survey import CellKey, Survey, SurveyCell, SurveyHeader
     from ..timing import Lab
 
 __all__ = ["tune_command"]
@@ -69,12 +69,13 @@ def tune_command(
     """Measure candidates on this machine's GPU; write a tuning table.
 
     MANIFEST is a path, or the name of a manifest that comes with the package; its routers are
-    measured with the kernels that `build --candidates` has put into the store. Needs a GPU and no
-    compiler. Chosen is the fastest tile that computes the right thing with the same bits every
-    time, or the library where that is faster.
+    measured with the kernels that `build --candidates` has put into the store; those whose x is
+    fp32 are left out. Needs a GPU and no compiler. Chosen is the fastest tile that computes the
+    right thing with the same bits every time, or the library where that is faster.
     """
     from ..errors import AotError, UsageError
     from ..outfile import check_writable, write_whole
+    from ..survey import cell_key
     from ..tablewriter import format_table, write_table
     from ..tune import tune
 
@@ -88,12 +89,12 @@ def tune_command(
     run = _Run(output, store_path, report_path, len(wanted))
     if resume:
         run.take_over()
-    shape: tuple[int, int] | None = None
+    shape: tuple[object, ...] | None = None
     for cell in tune(wanted, lab=run.lab, known=run.known, on_cell=run.told):
         if shape is not None and shape != (cell.hidden, cell.experts):
             run.save()
         shape = (cell.hidden, cell.experts)
-        run.cells[cell.hidden, cell.experts, cell.tokens] = cell
+        run.cells[cell_key(cell)] = cell
     survey = run.save()
     header = survey.header
     table = write_table(survey.cells, header.origin, name=name, target=header.target)
@@ -115,8 +116,8 @@ class _Run:
     def __init__(
         self, output: Output, store_path: Path | None, report_path: Path | None, total: int
     ) -> None:
-        self.known: dict[tuple[int, int, int], SurveyCell] = {}
-        self.cells: dict[tuple[int, int, int], SurveyCell] = {}
+        self.known: dict[CellKey, SurveyCell] = {}
+        self.cells: dict[CellKey, SurveyCell] = {}
         self._output = output
         self._store_path = store_path
         self._report_path = report_path
@@ -201,18 +202,20 @@ def _manifests(names: tuple[str, ...]) -> tuple[Manifest, ...]:
     return tuple(Manifest.load(name) for name in names)
 
 
-def _cells(
-    manifests: Iterable[Manifest], tokens: tuple[int, ...] | None
-) -> tuple[tuple[int, int, int], ...]:
-    """The (K, N, M) that the manifests' routers ask to measure."""
+def _cells(manifests: Iterable[Manifest], tokens: tuple[int, ...] | None) -> tuple[CellKey, ...]:
+    """What the manifests' routers ask to measure, without those whose x is fp32."""
+    from ..problem import DType
+    from ..survey import CellKey
     from ..tune import measured_tokens
 
-    found: dict[tuple[int, int, int], None] = {}
+    found: dict[CellKey, None] = {}
     for manifest in manifests:
         for router in manifest.routers:
+            if router.x_dtype is not DType.BF16:
+                continue
             counts = router.tokens if tokens is None else set(router.tokens) & set(tokens)
-            for count in measured_tokens(counts):
-                found[router.hidden, router.experts, count] = None
+            for count in measured_tokens(counts, router.weight_dtype):
+                found[CellKey(router.hidden, router.experts, count, router.weight_dtype)] = None
     return tuple(sorted(found))
 
 
@@ -220,8 +223,8 @@ def _line(cell: SurveyCell) -> str:
     from ..survey import tile_text
 
     return (
-        f"K={cell.hidden} N={cell.experts} M={cell.tokens}: {tile_text(cell.use)} "
-        f"{cell.chosen.us:.2f} us, cuBLAS {cell.cublas.us:.2f}"
+        f"K={cell.hidden} N={cell.experts} M={cell.tokens} {cell.weight_dtype.value}: "
+        f"{tile_text(cell.use)} {cell.chosen.us:.2f} us, cuBLAS {cell.cublas.us:.2f}"
     )
 
 
@@ -235,6 +238,7 @@ def _overview(cells: Iterable[SurveyCell]) -> str:
             str(cell.hidden),
             str(cell.experts),
             str(cell.tokens),
+            cell.weight_dtype.value,
             tile_text(cell.use),
             two(cell.chosen.us),
             two(cell.chosen.spread_us),
@@ -243,7 +247,7 @@ def _overview(cells: Iterable[SurveyCell]) -> str:
         )
         for cell in cells
     )
-    return table(("K", "N", "M", "choice", "us", "spread", "cuBLAS us", "ratio"), rows)
+    return table(("K", "N", "M", "weight", "choice", "us", "spread", "cuBLAS us", "ratio"), rows)
 
 
 def _data(survey: Survey, table_path: Path | None, report_path: Path | None) -> dict[str, object]:
@@ -260,6 +264,7 @@ def _data(survey: Survey, table_path: Path | None, report_path: Path | None) -> 
                 "K": cell.hidden,
                 "N": cell.experts,
                 "M": cell.tokens,
+                "weight_dtype": cell.weight_dtype.value,
                 "config": tile_text(cell.use),
                 "us": cell.chosen.us,
                 "spread_us": cell.chosen.spread_us,

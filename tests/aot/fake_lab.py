@@ -15,6 +15,7 @@ from llbf16_aot.key import CompileKey
 from llbf16_aot.measure import GpuLab
 from llbf16_aot.problem import Problem, Target
 from llbf16_aot.search import PROBES, candidate_keys, probe_key
+from llbf16_aot.survey import CellKey
 from torch.nn import functional
 
 SM_90A = Target.parse("sm_90a")
@@ -27,9 +28,12 @@ EMPTY_US = 0.75
 FREE_US = 250.0
 
 
-def candidates(cells: Iterable[tuple[int, int, int]]) -> list[Artifact]:
-    """What a candidate build of these (K, N, M) puts into a store."""
-    problems = [Problem(tokens, experts, hidden) for hidden, experts, tokens in cells]
+def candidates(cells: Iterable[CellKey | tuple[int, int, int]]) -> list[Artifact]:
+    """What a candidate build of these cells puts into a store."""
+    problems = [
+        Problem(tokens, experts, hidden, weight_dtype=weight_dtype)
+        for hidden, experts, tokens, weight_dtype in (CellKey(*cell) for cell in cells)
+    ]
     keys = [probe_key(kind, SM_90A) for kind in PROBES]
     return [artifact_for(key) for key in (*keys, *candidate_keys(problems, SM_90A))]
 

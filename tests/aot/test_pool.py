@@ -325,6 +325,35 @@ def test_closing_ends_a_busy_process_and_its_call(
         pool.compile(key(Deed.ANSWER))
 
 
+@pytest.mark.parametrize("where", ["end", "_remove"])
+def test_closing_goes_on_where_a_signal_cut_it_short(
+    make_pool: Callable[..., CompilerPool],
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """SIGTERM at the end of a build raises in the middle of this: directories were left behind."""
+    pool = make_pool(jobs=2)
+    for target in ("sm_90a", "sm_100a"):
+        pool.compile(key(Deed.ANSWER, target))
+    assert len(list(scratch.iterdir())) == 2
+    place = child.CompilerProcess if where == "end" else child
+    real, calls = getattr(place, where), []
+
+    def cut_short(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(place, where, cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    pool.close()
+    assert list(scratch.iterdir()) == []
+    assert pool._children == set()
+
+
 def test_a_process_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
     """Catches orphans of a build that was killed: an idle child ends with its input."""
     fifo = tmp_path / "fifo"

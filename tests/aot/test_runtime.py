@@ -286,6 +286,50 @@ def test_large_batches_are_the_librarys_without_a_warning(
     assert len(bench.store.asked) == 1
 
 
+@pytest.mark.parametrize("on_miss", ["torch", "error", "compile"])
+def test_kernels_of_large_batches_are_an_offer_that_may_be_missing(
+    on_miss: OnMiss, tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    """A manifest of 16 tokens is whole: a prefill must not warn, raise, compile, break a graph."""
+    path = tmp_path / "table.json"
+    path.write_text(
+        '{"schema": 1, "name": "t", "source": "", "rules": ['
+        '{"tokens": [65, 256], "use": {"backend": "splitk", "split_k": 6, "stages": 4}},'
+        '{"use": {"backend": "splitk", "split_k": 2, "stages": 2}}]}'
+    )
+    where = Target.parse("sm_90a")
+    stored = artifact_for(dispatch(Problem(100, 8, 64), where, load_table(str(path), where)))
+
+    def made(*artifacts: Artifact) -> tuple[Runtime, FakeDevices]:
+        store = Store(tmp_path / "store") if on_miss == "compile" else MemoryStore(artifacts)
+        devices = FakeDevices()
+        return (
+            Runtime(
+                store,
+                tuning=str(path),
+                on_miss=on_miss,
+                driver=FakeDriver(artifacts),
+                devices=devices,
+                layers=[MemoryStore(artifacts)],
+            ),
+            devices,
+        )
+
+    x, weight = operands(100, 8, 64)
+    for captured in (True, False):
+        runtime, devices = made()
+        devices.captured = captured
+        assert error_of(runtime.run(x, weight), x, weight) <= 2e-6
+        runtime.freeze()
+        assert error_of(runtime.run(x, weight), x, weight) <= 2e-6
+        stats = runtime.stats()
+        assert (stats.library, stats.misses, stats.rejects) == (2, {}, 0)
+    assert warnings_of() == []
+    runtime, _ = made(stored)
+    assert error_of(runtime.run(x, weight), x, weight) <= 2e-6
+    assert (runtime.stats().hits, runtime.stats().library) == (1, 0)
+
+
 def test_more_tokens_than_any_kernel_takes_are_one_miss(
     warnings_of: Callable[[], list[str]],
 ) -> None:

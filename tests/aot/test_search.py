@@ -12,10 +12,10 @@ from llbf16_aot.backends import BACKENDS, DotprodTile, OneshotTile, SplitkTile, 
 from llbf16_aot.problem import FEW_TOKENS, MAX_HIDDEN, DType, Problem, Target
 from llbf16_aot.search import (
     PROBES,
-    REPRESENTATIVE_TOKENS,
     candidate_keys,
     key_for,
     probe_key,
+    representative_tokens,
     search_space,
     tokens_span,
 )
@@ -91,7 +91,7 @@ def test_what_won_before_is_a_candidate(hidden: int, tokens: int, tile: object) 
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_a_cell_has_enough_candidates_and_not_too_many(hidden: int) -> None:
     """Catches a space that no GPU lease can measure, and one that offers no choice."""
-    for tokens in (1, 4, 8, 16, *REPRESENTATIVE_TOKENS):
+    for tokens in (1, 4, 8, 16, *representative_tokens(DType.BF16)):
         tiles = search_space(hidden, tokens)
         assert 20 <= len(tiles) <= MOST, (hidden, tokens)
         assert len([t for t in tiles if isinstance(t, OneshotTile)]) >= 15
@@ -141,12 +141,13 @@ def test_probe_keys_write_what_x_is() -> None:
 
 def test_every_number_of_tokens_has_one_that_speaks_for_it() -> None:
     """Catches an M that no measurement covers, or that two cover."""
-    measured = (*range(1, 17), *REPRESENTATIVE_TOKENS)
-    covered = [m for count in measured for m in range(*_ends(tokens_span(count)))]
-    assert sorted(covered) == list(range(1, 257))
-    for count in measured:
-        first, last = tokens_span(count)
-        assert first <= count <= last
+    for weight_dtype, most in ((DType.BF16, 256), (DType.FP32, 65_536)):
+        measured = (*range(1, 17), *representative_tokens(weight_dtype))
+        covered = [m for count in measured for m in range(*_ends(tokens_span(count, weight_dtype)))]
+        assert sorted(covered) == list(range(1, most + 1))
+        for count in measured:
+            first, last = tokens_span(count, weight_dtype)
+            assert first <= count <= last
 
 
 def _ends(span: tuple[int, int]) -> tuple[int, int]:
@@ -171,3 +172,10 @@ def test_the_order_is_the_same_in_every_process() -> None:
         return done.stdout
 
     assert printed("1") == printed("2")
+
+
+@pytest.mark.parametrize("hidden", [8, 16, 64, 4096, 32_768, 65_536])
+def test_fp32_weights_have_something_to_measure_at_every_size(hidden: int) -> None:
+    """Catches a span of M that no family is tried for, where K is short or long."""
+    for tokens in (*range(1, 17), *representative_tokens(DType.FP32)):
+        assert search_space(hidden, tokens, DType.FP32), (hidden, tokens)

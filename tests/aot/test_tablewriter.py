@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llbf16_aot.backends import DotprodTile, OneshotTile, SplitkTile, Tile
+from llbf16_aot.backends import DotprodTile, OneshotTile, Tile
 from llbf16_aot.dispatch import LibraryTile, Origin, Table, dispatch, load_table
 from llbf16_aot.errors import LibraryChosenError, UsageError
-from llbf16_aot.problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, Problem, Target
-from llbf16_aot.search import REPRESENTATIVE_TOKENS, search_space, tokens_span
+from llbf16_aot.problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem, Target
+from llbf16_aot.search import representative_tokens, search_space, tokens_span
 from llbf16_aot.survey import SurveyCell, SurveyTiming, SurveyTrial
 from llbf16_aot.tablewriter import EXPERTS_BANDS, HIDDEN_BANDS, format_table, write_table
 
@@ -20,7 +20,6 @@ SM_90A = Target.parse("sm_90a")
 ORIGIN = Origin(
     device="a GPU", driver="1.2", date="2026-11-29", versions={"torch": "2"}, protocol="p"
 )
-TOKENS = (*range(1, 17), *REPRESENTATIVE_TOKENS)
 SHAPES = ((7168, 256), (4096, 8), (2880, 32), (1024, 1024), (8192, 64), (520, 7))
 
 
@@ -32,6 +31,7 @@ def cell(
     *,
     us: float = 1.5,
     cublas_us: float = 7.0,
+    weight_dtype: DType = DType.BF16,
 ) -> SurveyCell:
     trials: tuple[SurveyTrial, ...] = ()
     if not isinstance(use, LibraryTile):
@@ -44,6 +44,7 @@ def cell(
         library={"torch.mm": SurveyTiming(cublas_us, 0.02)},
         empty=SurveyTiming(0.75, 0.0),
         trials=trials,
+        weight_dtype=weight_dtype,
     )
 
 
@@ -51,11 +52,18 @@ def cell(
 def surveys(draw: st.DrawFn) -> list[SurveyCell]:
     """Cells of some shapes, each with a tile of its search space, or with the library."""
     found = []
-    for hidden, experts in draw(st.lists(st.sampled_from(SHAPES), min_size=1, unique=True)):
-        for tokens in draw(st.lists(st.sampled_from(TOKENS), min_size=1, unique=True)):
+    shapes = st.lists(
+        st.tuples(st.sampled_from(SHAPES), st.sampled_from((DType.BF16, DType.FP32))),
+        min_size=1,
+        unique=True,
+    )
+    for (hidden, experts), weight_dtype in draw(shapes):
+        counts = (*range(1, 17), *representative_tokens(weight_dtype))
+        for tokens in draw(st.lists(st.sampled_from(counts), min_size=1, unique=True)):
             # Few tiles, so that neighbours often agree.
-            tiles = (*search_space(hidden, tokens)[:3], SplitkTile(8, 2), LibraryTile())
-            found.append(cell(hidden, experts, tokens, draw(st.sampled_from(tiles))))
+            tiles = (*search_space(hidden, tokens, weight_dtype)[:3], LibraryTile())
+            use = draw(st.sampled_from(tiles))
+            found.append(cell(hidden, experts, tokens, use, weight_dtype=weight_dtype))
     return found
 
 
@@ -74,9 +82,10 @@ def test_every_measured_cell_dispatches_to_what_was_chosen(cells: list[SurveyCel
     """Catches a merge over a gap, a lost cell, and a general rule that stands before a measured."""
     table = table_of(cells)
     for one in cells:
-        first, last = tokens_span(one.tokens)
-        for tokens in range(first, last + 1):
-            assert table.tile_for(Problem(tokens, one.experts, one.hidden)) == one.use
+        first, last = tokens_span(one.tokens, one.weight_dtype)
+        for tokens in {first, (first + last) // 2, last}:
+            problem = Problem(tokens, one.experts, one.hidden, weight_dtype=one.weight_dtype)
+            assert table.tile_for(problem) == one.use
 
 
 @settings(deadline=None, max_examples=60)
@@ -129,7 +138,7 @@ def test_neighbouring_tokens_with_one_tile_share_a_rule_with_their_figures() -> 
         cell(7168, 256, 32, other, us=2.6),
     ]
     rules = [rule for rule in table_of(cells).rules if rule.measured is not None]
-    assert [rule.tokens for rule in rules] == [(1, 4), (5, 32)]
+    assert [rule.tokens for rule in rules] == [(1, 4), (17, 32)]
     figures = rules[0].measured
     assert figures is not None
     assert (figures.us, figures.cublas_us, figures.spread_us) == ((1.5, 1.7), (7.0, 7.2), 0.01)
@@ -185,3 +194,30 @@ def test_without_cells_there_is_no_table() -> None:
     """Catches a table of general rules alone that claims to be measured."""
     with pytest.raises(UsageError, match="no cell was measured"):
         write_table([], ORIGIN, name="mine", target="sm_90a")
+
+
+def test_above_16_tokens_a_cell_speaks_for_its_own_span_only() -> None:
+    """One measurement at 1,024 tokens must not decide for 17."""
+    tile = OneshotTile(16, 1, 4, 2)
+    cells = [cell(520, 7, tokens, tile) for tokens in (8, 256)]
+    wide = [cell(520, 7, tokens, tile, weight_dtype=DType.FP32) for tokens in (4, 1024)]
+    spans = [
+        (rule.weight_dtype, rule.tokens)
+        for rule in table_of([*cells, *wide]).rules
+        if rule.measured
+    ]
+    assert sorted(spans) == [
+        (DType.BF16, (1, 8)),
+        (DType.BF16, (193, 256)),
+        (DType.FP32, (1, 4)),
+        (DType.FP32, (513, 65_536)),
+    ]
+
+
+def test_a_table_of_fp32_weights_alone_says_so() -> None:
+    """A source that speaks of shapes and experts which no rule names misleads who tunes."""
+    wide = [cell(520, 7, 4, LibraryTile(), weight_dtype=DType.FP32)]
+    table = table_of(wide)
+    assert "with fp32 weights fp32_tiles decides for others" in table.source
+    fp32_x = Problem(4, 7, 520, x_dtype=DType.FP32, weight_dtype=DType.FP32)
+    assert not isinstance(table.tile_for(fp32_x), LibraryTile)
