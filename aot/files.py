@@ -126,7 +126,8 @@ class Directory:
                         hint=command("rm", path),
                     )
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-            _check_trust(path, status, root=self._root)
+            if status.st_uid or status.st_mode & _OTHERS_WRITE:
+                _check_trust(path, status, root=self._root)
         except BaseException:
             os.close(descriptor)
             raise
@@ -369,7 +370,8 @@ class Directory:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise DamagedEntryError(f"{shown(path)} is not a regular file")
-            _check_trust(path, status, root=self._root)
+            if status.st_uid or status.st_mode & _OTHERS_WRITE:
+                _check_trust(path, status, root=self._root)
         except BaseException as error:
             os.close(descriptor)
             if isinstance(error, OSError):
