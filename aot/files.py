@@ -126,8 +126,7 @@ class Directory:
                         hint=command("rm", path),
                     )
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-            if status.st_uid or status.st_mode & _OTHERS_WRITE:
-                _check_trust(path, status, root=self._root)
+            _check_trust(path, status, root=self._root)
         except BaseException:
             os.close(descriptor)
             raise
@@ -370,8 +369,7 @@ class Directory:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise DamagedEntryError(f"{shown(path)} is not a regular file")
-            if status.st_uid or status.st_mode & _OTHERS_WRITE:
-                _check_trust(path, status, root=self._root)
+            _check_trust(path, status, root=self._root)
         except BaseException as error:
             os.close(descriptor)
             if isinstance(error, OSError):
@@ -425,7 +423,7 @@ def _walk(path: str, *, create: bool) -> int:
     try:
         while pending:
             name = pending.pop()
-            step = f"{here.rstrip('/')}/{name}" if name != "/" else name
+            step = os.path.join(here, name)
             try:
                 following = _open_directory(descriptor, name, step)
             except FileNotFoundError:

@@ -49,8 +49,11 @@ ONE_WAVE, TWO_WAVES = range(1, 101), range(150, 201)
 """Blocks of `bf16x3` that an H200 runs at once, one or two on each SM. In between, and above, some
 SMs have twice the work of others: in a sweep over 5 shapes clusters of 6 beat those of 8 there."""
 
+SMALL_BF16X3 = Bf16x3Tile(tokens_tile=64, experts_tile=32, k_warps=2, split_k=1, stages=3)
+LARGE_BF16X3 = Bf16x3Tile(tokens_tile=128, experts_tile=32, k_warps=1, split_k=1, stages=3)
 LEAST_SPLIT_OF_SMALL = 6
-"""Least split of K with which tiles of 64 tokens are taken."""
+"""The tiles for M above FEW_TOKENS, without their split of K; the small one is taken from this
+split on."""
 
 ONESHOT_TOKENS = (3, 64)
 """M that `oneshot` serves where x is bf16, by the 5 shapes measured on an H200: 1 and 2 are left to
@@ -154,13 +157,11 @@ def _large_bf16x3(hidden: int, experts: int, tokens: int) -> Bf16x3Tile:
     Small tiles where K can be split enough to fill the GPU with them, large ones elsewhere, which
     read less for each product.
     """
-    tile = Bf16x3Tile(tokens_tile=64, experts_tile=32, k_warps=2, split_k=1, stages=3)
-    clusters = -(-experts // tile.experts_tile) * -(-tokens // tile.tokens_tile)
-    split_k = _even_split(clusters, hidden)
-    if split_k < LEAST_SPLIT_OF_SMALL:
-        tile = Bf16x3Tile(tokens_tile=128, experts_tile=32, k_warps=1, split_k=1, stages=3)
+    for tile in (SMALL_BF16X3, LARGE_BF16X3):
         clusters = -(-experts // tile.experts_tile) * -(-tokens // tile.tokens_tile)
         split_k = _even_split(clusters, hidden)
+        if split_k >= LEAST_SPLIT_OF_SMALL:
+            break
     return msgspec.structs.replace(tile, split_k=split_k)
 
 

@@ -45,7 +45,7 @@ class Missing(NamedTuple):
     """Why no kernel serves a problem.
 
     `reason` is one of the store's (`absent`, `damaged`, `wrong-cubin`, `unreadable`) or
-    `library` (the tuning table says that the library is faster, which is no fault),
+    `library` (the library is faster by the tuning table, or as good, which is no fault),
     `unsupported` (no kernel computes the problem), `target` (none for this GPU), `rejected` (the
     artifact contradicts itself or the driver), `driver` (a driver call failed while loading),
     `driver-too-old` (the code needs a driver of a later CUDA), `not-loaded` (nothing may be loaded
@@ -107,12 +107,13 @@ class Loader:
         misses the first that is more than an absence is told. A problem without dependent launch
         that has no kernel of its own is served by the one with it, launched without.
 
-        What is out of `reach` is Missing, `not-loaded`. Of large batches with bf16 weights both are
-        the library's: there a kernel is an offer to the manifests that list such batches, and what
-        computed them before is as good. With `ready` the device must be the current
-        one; without, the kernel is loaded and not made ready there, for a device on which nothing
-        runs yet. Raises UntrustedStoreError and TuningTableError: trouble with trust or with the
-        set-up is no miss.
+        What is out of `reach` is Missing, `not-loaded`. A large batch with bf16 weights is then the
+        library's, as where its kernel is absent: kernels for such batches are an offer to the
+        manifests that list them. With `ready` the device must be the current one; without, the
+        kernel is loaded and not made ready there, for a device on which nothing runs yet.
+
+        Raises UntrustedStoreError and TuningTableError: trouble with trust or with the set-up is no
+        miss.
         """
         told: Missing | None = None
         try:
@@ -139,7 +140,7 @@ class Loader:
         told = told or _not_loaded(str(problem), str(problem))
         large = problem.tokens > FEW_TOKENS and problem.weight_dtype is DType.BF16
         if large and told.reason in (MissReason.ABSENT.value, NOT_LOADED):
-            return _missing(str(problem), LIBRARY, str(problem), told.message, told.hint)
+            return told._replace(reason=LIBRARY)
         return told
 
     def served_by(self, problem: Problem, device: int, *, reach: Reach) -> CompileKey | Missing:

@@ -72,10 +72,10 @@ class Stats(msgspec.Struct, frozen=True):
     libraries that the driver loaded. `misses` counts, by reason, what was found missing, each
     compile key (or, where there is none, each problem) once; the reasons are those of
     `llbf16_aot.loader.Missing`. `library` counts calls that torch computed because the tuning table
-    says that its library is faster there: neither misses nor fallbacks. `rejects` counts calls that
-    were refused with an error before anything was computed: malformed ones, those of a cold kernel
-    during capture, and misses where these are errors. `compiled` counts kernels that
-    `on_miss="compile"` had compiled.
+    says that its library is faster there, and large batches without a kernel of their own: neither
+    misses nor fallbacks. `rejects` counts calls that were refused with an error before anything was
+    computed: malformed ones, those of a cold kernel during capture, and misses where these are
+    errors. `compiled` counts kernels that `on_miss="compile"` had compiled.
     """
 
     hits: int

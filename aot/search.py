@@ -6,6 +6,7 @@ come from here, so that they agree.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Literal
@@ -26,7 +27,7 @@ from .backends import (
 from .backends.oneshot import BLOCK_ELEMENTS, EXPERTS_TILES, config_for
 from .fp32_tiles import SPANS, bf16x3_space, fp32_space
 from .key import CompileKey
-from .problem import FEW_TOKENS, VECTOR_ELEMENTS, DType, Problem, Target
+from .problem import FEW_TOKENS, OPERAND_TOKENS, VECTOR_ELEMENTS, DType, Problem, Target
 
 __all__ = [
     "PROBES",
@@ -54,7 +55,8 @@ REPRESENTATIVE_TOKENS = {
 
 REPRESENTATIVE_FP32_TOKENS = {
     **{tokens: span for tokens, span in REPRESENTATIVE_TOKENS.items() if tokens <= FEW_TOKENS},
-    **dict(zip(SPANS, ((65, 128), (129, 256), (257, 512), (513, 65_536)), strict=True)),
+    **{last: (before + 1, last) for before, last in itertools.pairwise((FEW_TOKENS, *SPANS[:-1]))},
+    SPANS[-1]: (SPANS[-2] + 1, OPERAND_TOKENS[DType.BF16, DType.FP32]),
 }
 """The same with fp32 weights, which kernels take at any M: the spans of `fp32_tiles`."""
 

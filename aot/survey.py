@@ -122,17 +122,20 @@ class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class CellKey(NamedTuple):
-    """What is measured: K, N, M and the type of the weights. Also the order of cells."""
+    """What is measured: K, N, the type of the weights, and M. Also the order of cells.
+
+    M is last: weights are made once for all M of a shape.
+    """
 
     hidden: int
     experts: int
+    weight_dtype: DType
     tokens: int
-    weight_dtype: DType = DType.BF16
 
 
 def cell_key(cell: SurveyCell) -> CellKey:
     """What a cell is of."""
-    return CellKey(cell.hidden, cell.experts, cell.tokens, cell.weight_dtype)
+    return CellKey(cell.hidden, cell.experts, cell.weight_dtype, cell.tokens)
 
 
 def choose(

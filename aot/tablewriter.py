@@ -75,9 +75,7 @@ def measured_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
     A cell speaks for its own span of tokens; up to 16 also for those that were left out before it.
     """
     rules = []
-    for shape, members in groupby(
-        sorted(cells, key=_shape_first), key=lambda cell: _shape_first(cell)[:3]
-    ):
+    for shape, members in groupby(sorted(cells, key=cell_key), key=lambda cell: cell_key(cell)[:3]):
         runs: list[list[SurveyCell]] = []
         for cell in members:
             if runs and runs[-1][-1].use == cell.use and _adjoins(runs[-1][-1], cell):
@@ -159,16 +157,13 @@ def _rule_text(rule: Rule) -> str:
 
 
 def _span(cell: SurveyCell) -> tuple[int, int]:
+    """The numbers of tokens for which a cell speaks, both ends included."""
     return tokens_span(cell.tokens, cell.weight_dtype)
 
 
 def _adjoins(before: SurveyCell, cell: SurveyCell) -> bool:
     """Whether no span of tokens that nobody measured lies between two cells of a shape."""
     return cell.tokens <= 16 or _span(before)[1] + 1 >= _span(cell)[0]
-
-
-def _shape_first(cell: SurveyCell) -> tuple[int, int, DType, int]:
-    return cell.hidden, cell.experts, cell.weight_dtype, cell.tokens
 
 
 def _ends(values: Iterable[float]) -> tuple[float, float]:

@@ -86,7 +86,7 @@ def tune_cell(
     lab: Lab, wanted: CellKey, *, preferred: Tile | LibraryTile | None = None
 ) -> SurveyCell:
     """Measure one cell: all candidates quickly, then the fastest right ones and the library."""
-    hidden, experts, tokens, weight_dtype = wanted
+    hidden, experts, weight_dtype, tokens = wanted
     bench = lab.bench(hidden, experts, tokens, weight_dtype)
     problem = Problem(tokens, experts, hidden, weight_dtype=weight_dtype)
     trials, calls, lacking = _quick(lab, bench, problem)

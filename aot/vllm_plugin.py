@@ -17,6 +17,8 @@ import torch
 from .environment import Environment
 from .errors import AotError
 from .gate import gate_product, register_kernels
+from .problem import FEW_TOKENS
+from .search import REPRESENTATIVE_FP32_TOKENS, REPRESENTATIVE_TOKENS
 from .tiers import Kernels, Plan
 
 __all__ = ["LAYER", "register", "replacement"]
@@ -24,7 +26,9 @@ __all__ = ["LAYER", "register", "replacement"]
 LAYER = "GateLinear"
 """The class name under which vLLM looks up replacements."""
 
-PRELOADED = (*range(1, 65), 96, 128, 192, 256, 512, 1024)
+PRELOADED = tuple(
+    sorted({*range(1, FEW_TOKENS + 1), *REPRESENTATIVE_TOKENS, *REPRESENTATIVE_FP32_TOKENS})
+)
 """Token counts whose kernels are made ready, before vLLM captures graphs: those that tables tell
 apart."""
 

@@ -89,7 +89,7 @@ def tune_command(
     run = _Run(output, store_path, report_path, len(wanted))
     if resume:
         run.take_over()
-    shape: tuple[object, ...] | None = None
+    shape: tuple[int, int] | None = None
     for cell in tune(wanted, lab=run.lab, known=run.known, on_cell=run.told):
         if shape is not None and shape != (cell.hidden, cell.experts):
             run.save()
@@ -215,7 +215,7 @@ def _cells(manifests: Iterable[Manifest], tokens: tuple[int, ...] | None) -> tup
                 continue
             counts = router.tokens if tokens is None else set(router.tokens) & set(tokens)
             for count in measured_tokens(counts, router.weight_dtype):
-                found[CellKey(router.hidden, router.experts, count, router.weight_dtype)] = None
+                found[CellKey(router.hidden, router.experts, router.weight_dtype, count)] = None
     return tuple(sorted(found))
 
 

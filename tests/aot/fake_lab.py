@@ -28,11 +28,11 @@ EMPTY_US = 0.75
 FREE_US = 250.0
 
 
-def candidates(cells: Iterable[CellKey | tuple[int, int, int]]) -> list[Artifact]:
+def candidates(cells: Iterable[CellKey]) -> list[Artifact]:
     """What a candidate build of these cells puts into a store."""
     problems = [
         Problem(tokens, experts, hidden, weight_dtype=weight_dtype)
-        for hidden, experts, tokens, weight_dtype in (CellKey(*cell) for cell in cells)
+        for hidden, experts, weight_dtype, tokens in cells
     ]
     keys = [probe_key(kind, SM_90A) for kind in PROBES]
     return [artifact_for(key) for key in (*keys, *candidate_keys(problems, SM_90A))]

@@ -18,7 +18,8 @@ from llbf16_aot.dispatch import load_table, warmup_keys
 from llbf16_aot.driver import LaunchConfig
 from llbf16_aot.errors import DriverError, UsageError
 from llbf16_aot.key import CompileKey
-from llbf16_aot.problem import Problem
+from llbf16_aot.problem import DType, Problem
+from llbf16_aot.survey import CellKey
 from test_cli import Ran, Run, golden, run, world
 
 __all__ = ["run", "world"]
@@ -42,6 +43,9 @@ def price(compile_key: CompileKey, launch: LaunchConfig) -> float:
     return 2.0 if isinstance(config, DotprodConfig) and config.tokens < 3 else 5.0
 
 
+CELLS = [CellKey(256, 8, DType.BF16, tokens) for tokens in (1, 2, 3)]
+
+
 @pytest.fixture
 def lab(world: Path, monkeypatch: pytest.MonkeyPatch) -> PricedDriver:
     """A GPU, a store with the candidates and with the reference table's kernels, a manifest."""
@@ -54,7 +58,7 @@ def lab(world: Path, monkeypatch: pytest.MonkeyPatch) -> PricedDriver:
         monkeypatch.setattr(module, "kernel_source_digest", lambda backend: "0" * 64)
     (world / "measured.yaml").write_text(MANIFEST)
     reference = warmup_keys([(256, 8)], (1, 2, 3), target=SM_90A, tuning="reference")
-    artifacts: list[Artifact] = candidates([(256, 8, m) for m in (1, 2, 3)])
+    artifacts: list[Artifact] = candidates(CELLS)
     held = {a.digest: a for a in (*artifacts, *map(artifact_for, reference))}
     found, driver, _ = make_lab(monkeypatch, held.values(), price, library_us=_library)
     monkeypatch.setattr(measure, "GpuLab", lambda store: found)
@@ -243,7 +247,7 @@ def test_build_candidates_names_what_is_no_candidate_and_ends_well(
     ran = run("build", "measured.yaml", "--candidates", "--json")
     assert ran.code == 0, ran.err
     built = ran.data["counts"]["compiled"]  # type: ignore[index]
-    assert built == len(candidates([(256, 8, m) for m in (1, 2, 3)]))
+    assert built == len(candidates(CELLS))
     again = run("build", "measured.yaml", "--candidates")
     assert again.code == 0
     assert again.out.startswith(f"{built} artifacts ({built} kept)")

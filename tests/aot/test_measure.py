@@ -22,6 +22,7 @@ from llbf16_aot.key import CompileKey
 from llbf16_aot.measure import GpuBench, GpuLab
 from llbf16_aot.problem import DType, Problem
 from llbf16_aot.search import key_for, search_space
+from llbf16_aot.survey import CellKey
 from llbf16_aot.timing import CALLS, RUNS, Call, Way
 
 PROBLEM = Problem(3, 8, 256)
@@ -30,7 +31,9 @@ OURS_US = 2.25
 
 
 def lab_of(monkeypatch: pytest.MonkeyPatch) -> tuple[GpuLab, PricedDriver, Clock]:
-    return make_lab(monkeypatch, candidates([(256, 8, 3)]), lambda key, config: OURS_US)
+    return make_lab(
+        monkeypatch, candidates([CellKey(256, 8, DType.BF16, 3)]), lambda key, config: OURS_US
+    )
 
 
 def bench_of(monkeypatch: pytest.MonkeyPatch) -> tuple[GpuBench, PricedDriver, Clock]:

@@ -20,7 +20,7 @@ from llbf16_aot.timing import QUICK_REPLAYS
 from llbf16_aot.tune import FINALISTS, header_of, measured_tokens, tune, tune_cell
 
 HIDDEN, EXPERTS = 256, 8
-CELLS = [CellKey(HIDDEN, EXPERTS, tokens) for tokens in (1, 2, 3)]
+CELLS = [CellKey(HIDDEN, EXPERTS, DType.BF16, tokens) for tokens in (1, 2, 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_the_fastest_right_tile_of_all_candidates_wins(monkeypatch: pytest.Monke
     """Catches a pass that never looks at some candidate."""
     for best in (TILES[0], TILES[-1], SplitkTile(7, 5)):
         lab, _, _ = make_lab(monkeypatch, candidates(CELLS), prices({best: 1.5}))
-        cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, 1))
+        cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, DType.BF16, 1))
         assert cell.use == best
         assert cell.chosen.us == pytest.approx(1.5)
         assert [trial.use for trial in cell.trials] == list(search_space(HIDDEN, 1))
@@ -64,7 +64,7 @@ def test_routers_with_fp32_weights_are_tuned_over_their_own_families(
     monkeypatch: pytest.MonkeyPatch, tokens: int, families: set[str]
 ) -> None:
     """Catches a search that measures kernels which cannot take the weights, or none at all."""
-    wanted = CellKey(HIDDEN, EXPERTS, tokens, DType.FP32)
+    wanted = CellKey(HIDDEN, EXPERTS, DType.FP32, tokens)
     space = search_space(HIDDEN, tokens, DType.FP32)
     assert {backend_name(tile) for tile in space} == families
     best = space[-1]
@@ -82,6 +82,20 @@ def test_routers_with_fp32_weights_are_tuned_over_their_own_families(
     assert table.tile_for(Problem(tokens, EXPERTS, HIDDEN)) == SplitkTile()
 
 
+def test_cells_of_one_shape_and_type_of_weights_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two types in turns, gigabytes of weights would be made anew for each cell."""
+    wanted = [
+        CellKey(HIDDEN, EXPERTS, dtype, tokens)
+        for tokens in (3, 4)
+        for dtype in (DType.BF16, DType.FP32)
+    ]
+    lab, _, _ = make_lab(monkeypatch, candidates(wanted), lambda key, config: 3.0)
+    order = [cell_key(cell)[2:] for cell in tune(wanted, lab=lambda: lab)]
+    assert order == [(DType.BF16, 3), (DType.BF16, 4), (DType.FP32, 3), (DType.FP32, 4)]
+
+
 def test_a_wrong_or_unsteady_tile_is_rejected_however_fast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,7 +107,7 @@ def test_a_wrong_or_unsteady_tile_is_rejected_however_fast(
     driver.wrong = lambda key: key == table[wrong]
     driver.unsteady = lambda key: key == table[unsteady]
     driver.unlaunchable = lambda key: key == table[unlaunchable]
-    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, 1))
+    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, DType.BF16, 1))
     assert cell.use == right
     reasons = {trial.use: trial.rejected for trial in cell.trials if trial.rejected}
     assert "not written" in reasons[wrong]
@@ -105,7 +119,7 @@ def test_a_wrong_or_unsteady_tile_is_rejected_however_fast(
 def test_only_finalists_are_measured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a tuning run that takes hours, and one that decides by the quick pass."""
     lab, _, clock = make_lab(monkeypatch, candidates(CELLS), prices({TILES[0]: 1.5}))
-    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, 1))
+    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, DType.BF16, 1))
     full = [trial for trial in cell.trials if trial.full is not None]
     assert len(full) == FINALISTS
     assert all(trial.quick_us is not None for trial in cell.trials)
@@ -121,7 +135,7 @@ def test_the_fastest_and_the_library_are_also_measured_cold_and_hot(
     """Catches a report that hides what a kernel costs where no kernel runs ahead of it."""
     price = prices({TILES[0]: 1.5, TILES[1]: 1.55, TILES[2]: 2.0})
     lab, _, _ = make_lab(monkeypatch, candidates(CELLS), price)
-    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, 1))
+    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, DType.BF16, 1))
     trials = {trial.use: trial for trial in cell.trials}
     for tile in TILES[:2]:
         assert trials[tile].cold is not None
@@ -144,13 +158,13 @@ def test_the_full_pass_decides_over_the_quick_one(monkeypatch: pytest.MonkeyPatc
         return (1.0 if quick else 2.0) if key == table[TILES[0]] else 1.5
 
     lab, _, _ = make_lab(monkeypatch, candidates(CELLS), price)
-    assert tune_cell(lab, CellKey(HIDDEN, EXPERTS, 1)).use == TILES[1]
+    assert tune_cell(lab, CellKey(HIDDEN, EXPERTS, DType.BF16, 1)).use == TILES[1]
 
 
 def test_where_the_library_is_faster_the_cell_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a dispatcher that prefers our kernel to a faster product."""
     lab, _, _ = make_lab(monkeypatch, candidates(CELLS), prices({}), library_us=lambda x: 2.0)
-    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, 1))
+    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, DType.BF16, 1))
     assert cell.use == LibraryTile()
     assert cell.chosen.us == pytest.approx(2.0)
     assert cell.best is not None
@@ -165,13 +179,13 @@ def test_candidates_that_the_store_lacks_are_counted_and_none_at_all_is_an_error
     table = keys()
     some = [a for a in candidates(CELLS) if a.record.key != table[TILES[0]]]
     lab, _, _ = make_lab(monkeypatch, some, prices({TILES[1]: 1.5}))
-    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, 1))
+    cell = tune_cell(lab, CellKey(HIDDEN, EXPERTS, DType.BF16, 1))
     assert cell.lacking == 1
     assert len(cell.trials) == len(search_space(HIDDEN, 1)) - 1
     assert TILES[0] not in {trial.use for trial in cell.trials}
     lab, _, _ = make_lab(monkeypatch, candidates([])[: len(PROBES)], prices({}))
     with pytest.raises(NotFoundError, match="no candidate for hidden 256, 1 tokens on sm_90a"):
-        tune_cell(lab, CellKey(HIDDEN, EXPERTS, 1))
+        tune_cell(lab, CellKey(HIDDEN, EXPERTS, DType.BF16, 1))
 
 
 def test_known_cells_are_taken_over_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +220,7 @@ def test_a_tuned_table_dispatches_every_measured_cell_to_its_winner(
     cells = list(tune(CELLS, lab=lambda: lab))
     header = header_of(lab)
     table = write_table(cells, header.origin, name="tuned", target=header.target)
-    for hidden, experts, tokens, _ in CELLS:
+    for hidden, experts, _, tokens in CELLS:
         key = dispatch(Problem(tokens, experts, hidden), SM_90A, table)
         assert key == keys(tokens)[TILES[2]]
     assert header.target == "sm_90a"
