@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from .key import CompileKey
@@ -25,8 +25,11 @@ def plan_candidates(
     store: ArtifactSource,
     targets: Iterable[Target | str] = (),
     force: bool = False,
+    backends: Collection[str] = (),
 ) -> BuildPlan:
     """Decide what to compile so that every tile of the manifests' routers can be measured.
+
+    Where `backends` names families, only tiles of theirs.
 
     Tiles are measured with fp32 output and dependent launch, whatever the routers ask for: the
     output's type and the launch change what a call costs, not which tile is best. Routers whose x
@@ -55,7 +58,7 @@ def plan_candidates(
                     )
                     for tokens in router.tokens
                 )
-                for key in candidate_keys(problems, target):
+                for key in candidate_keys(problems, target, backends=backends):
                     digest = key.digest()
                     keys[digest] = key
                     models.setdefault(digest, {})[router.model] = None

@@ -32,7 +32,8 @@ VECTOR_ELEMENTS = 8
 """Elements of bf16 in one 128-bit load: K is a multiple of it where an operand is bf16."""
 
 FEW_TOKENS = 64
-"""Up to here each M is measured, listed and named for itself; above it M come in spans."""
+"""Up to here each M is listed and named for itself; above it M come in spans, and bf16 weights are
+the library's unless a rule of the tuning table says otherwise."""
 
 MAX_EXPERTS = 65_536
 """Largest N: keeps every grid extent within the 65,535 that CUDA allows for grid.y and grid.z."""

@@ -7,7 +7,7 @@ come from here, so that they agree.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -34,6 +34,7 @@ __all__ = [
     "REPRESENTATIVE_FP32_TOKENS",
     "REPRESENTATIVE_TOKENS",
     "candidate_keys",
+    "candidate_tiles",
     "key_for",
     "probe_key",
     "representative_tokens",
@@ -100,10 +101,11 @@ BF16X3_TOKENS = 32
 
 SPLITK_TILES = (
     *(SplitkTile(s, stages) for s, stages in ((6, 4), (8, 2), (8, 5), (7, 5), (6, 5))),
-    *(SplitkTile(s, 3, experts_tile=32) for s in (4, 6, 8)),
+    *(SplitkTile(8, stages, 32, hidden) for stages, hidden in ((3, 256), (5, 128), (7, 128))),
+    *(SplitkTile(8, stages, 64, hidden) for stages, hidden in ((2, 256), (4, 128))),
 )
-"""The published tiles, and three that read x half as often: an artifact of this family serves every
-shape, so each costs one compile."""
+"""The published tiles, and those that won a sweep among tiles that read x less often: an artifact
+of this family serves every shape, so each costs one compile."""
 
 
 @lru_cache(maxsize=4096)
@@ -131,11 +133,19 @@ def search_space(hidden: int, tokens: int, weight_dtype: DType = DType.BF16) -> 
     return tuple(tile for tile in tiles if works(_config(tile, problem)))
 
 
-def candidate_keys(problems: Iterable[Problem], target: Target) -> Iterator[CompileKey]:
+def candidate_tiles(problem: Problem, backends: Collection[str] = ()) -> tuple[Tile, ...]:
+    """The search space of a problem; where families are named, only theirs."""
+    tiles = search_space(problem.hidden, problem.tokens, problem.weight_dtype)
+    return tuple(tile for tile in tiles if not backends or backend_name(tile) in backends)
+
+
+def candidate_keys(
+    problems: Iterable[Problem], target: Target, *, backends: Collection[str] = ()
+) -> Iterator[CompileKey]:
     """The keys of every tile of these problems, each once, in the order of their first use."""
     seen: set[CompileKey] = set()
     for problem in problems:
-        for tile in search_space(problem.hidden, problem.tokens, problem.weight_dtype):
+        for tile in candidate_tiles(problem, backends):
             key = key_for(tile, problem, target)
             if key not in seen:
                 seen.add(key)

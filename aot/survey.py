@@ -105,12 +105,16 @@ class SurveyCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class SurveyHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the figures come from, and the digests of the kernel sources that they speak of."""
+    """Where the figures come from, and the digests of the kernel sources that they speak of.
+
+    `backends` names the families that were tried, where not all were.
+    """
 
     target: str
     origin: Origin
     kernel_sources: dict[str, str]
     copy_bytes_per_s: float
+    backends: tuple[str, ...] = ()
 
 
 class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -5,7 +5,7 @@ Decides only; the clock and the GPU are behind a `Lab`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 
 from .backends import BACKENDS, Tile
@@ -13,7 +13,7 @@ from .dispatch import LibraryTile, Origin
 from .errors import DriverError, NotFoundError
 from .key import kernel_source_digest
 from .problem import DType, Problem
-from .search import key_for, representative_tokens, search_space
+from .search import candidate_tiles, key_for, representative_tokens
 from .survey import CellKey, SurveyCell, SurveyHeader, SurveyTiming, SurveyTrial, choose
 from .timing import PROTOCOL, QUICK_REPLAYS, REPLAYS, ROUNDS, Bench, Call, Lab, Sample, Way, middle
 
@@ -40,8 +40,8 @@ def measured_tokens(tokens: Iterable[int], weight_dtype: DType = DType.BF16) -> 
     return tuple(sorted(small | large))
 
 
-def header_of(lab: Lab) -> SurveyHeader:
-    """Machine, software, day and protocol of what is about to be measured."""
+def header_of(lab: Lab, *, backends: Collection[str] = ()) -> SurveyHeader:
+    """Machine, software, day and protocol of what is about to be measured, and the families."""
     machine = lab.machine()
     return SurveyHeader(
         target=str(lab.target),
@@ -54,6 +54,7 @@ def header_of(lab: Lab) -> SurveyHeader:
         ),
         kernel_sources={name: kernel_source_digest(name) for name in BACKENDS},
         copy_bytes_per_s=lab.copy_bytes_per_s(),
+        backends=tuple(sorted(backends)),
     )
 
 
@@ -63,11 +64,13 @@ def tune(
     lab: Callable[[], Lab],
     known: Cells | None = None,
     on_cell: Callable[[SurveyCell], None] | None = None,
+    backends: Collection[str] = (),
 ) -> Iterator[SurveyCell]:
     """Measure what is wanted, shape by shape; what is known already is taken over.
 
-    `lab` is asked only if something must be measured. Raises NotFoundError where the store has no
-    candidate for a cell.
+    Where `backends` names families, only their tiles and the library are candidates. `lab` is asked
+    only if something must be measured. Raises NotFoundError where the store has no candidate for a
+    cell.
     """
     found = dict(known or {})
     for one in sorted(set(wanted)):
@@ -75,7 +78,7 @@ def tune(
         if cell is None:
             before = found.get(one._replace(tokens=one.tokens - 1))
             preferred = None if before is None else before.use
-            cell = tune_cell(lab(), one, preferred=preferred)
+            cell = tune_cell(lab(), one, preferred=preferred, backends=backends)
             found[one] = cell
             if on_cell is not None:
                 on_cell(cell)
@@ -83,13 +86,17 @@ def tune(
 
 
 def tune_cell(
-    lab: Lab, wanted: CellKey, *, preferred: Tile | LibraryTile | None = None
+    lab: Lab,
+    wanted: CellKey,
+    *,
+    preferred: Tile | LibraryTile | None = None,
+    backends: Collection[str] = (),
 ) -> SurveyCell:
     """Measure one cell: all candidates quickly, then the fastest right ones and the library."""
     hidden, experts, weight_dtype, tokens = wanted
     bench = lab.bench(hidden, experts, tokens, weight_dtype)
     problem = Problem(tokens, experts, hidden, weight_dtype=weight_dtype)
-    trials, calls, lacking = _quick(lab, bench, problem)
+    trials, calls, lacking = _quick(lab, bench, problem, candidate_tiles(problem, backends))
     finalists = _finalists(bench, trials, calls, preferred)
     library = bench.library()
     full, rest = _full(bench, {tile: calls[tile] for tile in finalists}, library)
@@ -124,7 +131,7 @@ EMPTY = "empty"
 
 
 def _quick(
-    lab: Lab, bench: Bench, problem: Problem
+    lab: Lab, bench: Bench, problem: Problem, tiles: Iterable[Tile]
 ) -> tuple[dict[Tile, SurveyTrial], dict[Tile, Call], int]:
     """A first look at every candidate, and how many the store lacks; these are not listed.
 
@@ -135,7 +142,7 @@ def _quick(
     calls: dict[Tile, Call] = {}
     lacking: list[str] = []
     bench.settle(REPLAYS)
-    for tile in search_space(problem.hidden, problem.tokens, problem.weight_dtype):
+    for tile in tiles:
         call = bench.kernel(key_for(tile, problem, lab.target))
         if isinstance(call, str):
             lacking.append(call)

@@ -1,17 +1,19 @@
 """The `splitk` kernel: a cluster shares K, its warps are specialised, tensor cores multiply.
 
-Each thread block of a cluster takes a run of K tiles of one tile of the output, 16 tokens x 16 or
-32 experts. Producer
-warps copy weights and x with `cp.async` into a ring of stages in shared memory; consumer warps
-multiply, each its own quarter of a stage. M, N and K are run-time values: rows past M or N and
-columns past K are filled with zeros by the copy, and a block without a K tile adds zeros.
+Each thread block of a cluster takes a run of K tiles of one tile of the output, 16 tokens x 16 to
+64 experts. Producer warps copy weights and x with `cp.async` into a ring of stages in shared
+memory; consumer warps multiply, each its own quarter of a stage. Weights that the ring has no room
+for are asked into L2 meanwhile. M, N and K are run-time values: rows past M or N and columns past K
+are filled with zeros by the copy, and a block without a K tile adds zeros.
 
 Who may write to whose shared memory, and until when: the sums of a tile are divided among the
 cluster's blocks. Every block sends each owner its partial sums with `st.async`, which counts the
 bytes on the owner's mbarrier `received`. A block writes to a peer only after the cluster barrier,
 at which every block has initialised that mbarrier; and a block ends only after its own mbarrier has
-counted all bytes that are addressed to it, after which nobody writes to it any more. A block may
-end while its own stores are under way: `st.async` takes its value from a register.
+counted all bytes that are addressed to it, after which nobody writes to it any more. A block that
+owns no sums of tokens that are there is written to by nobody. A block may end while its own stores
+are under way: `st.async` takes its values from registers. The sums of a block's own warps lie where
+the ring was; peers write beside it, so that a fast block meets no stage of a slow one.
 """
 
 from __future__ import annotations
@@ -21,15 +23,13 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.cute.arch import inline_ptx
 from cutlass.cute.runtime import make_fake_stream
 
 from ..backends.splitk import (
     CONSUMER_WARPS,
-    HIDDEN_TILE,
     PRODUCER_WARPS,
-    ROW_PITCH_BYTES,
     TOKENS_TILE,
     SplitkConfig,
     check,
@@ -38,11 +38,18 @@ from ..backends.splitk import (
 from ..problem import VECTOR_ELEMENTS, DType, Epilogue
 from .common import (
     VECTOR_BYTES,
+    computed_here,
     epilogue_argument,
+    epilogue_term,
+    finished,
     launch_options,
+    load_floats,
     mma,
+    peer_address,
     pointer_arguments,
-    store_sum,
+    send_floats,
+    store_element_at,
+    sum_pairwise,
     wait_cluster,
 )
 
@@ -64,40 +71,12 @@ _COPY_X = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
 
 _LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0},{$w1},{$w2},{$w3}}, [{$r0}];"
 
+# One instruction for a run of a row's bytes, at most this many elements: what blocks run at once
+# would otherwise drive each other's lines out of L2 where K is very large.
+PREFETCH_ELEMENTS = 2048
+_PREFETCH = "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};"
 
-@cute.jit
-def _copy_tile(
-    source: cute.Pointer,
-    row_stride: Int32,
-    row0: Int32,
-    rows: Int32,
-    column0: Int32,
-    columns: Int32,
-    stage: Int32,
-    thread: Int32,
-    count: cutlass.Constexpr[int],
-    copy: cutlass.Constexpr[str],
-) -> None:
-    """Start copying `count` rows x one K tile into a stage; zeros where the tensor has ended.
-
-    A warp copies one row of 512 bytes at a time, so its accesses are whole lines.
-    """
-    vectors = HIDDEN_TILE // VECTOR_ELEMENTS
-    column = column0 + (thread % vectors) * VECTOR_ELEMENTS
-    for i in cutlass.range_constexpr(count * vectors // COPIERS):
-        row = thread // vectors + i * (COPIERS // vectors)
-        inside = Boolean((row0 + row < rows) & (column < columns))
-        # With zero bytes nothing is read; the address stays inside the tensor all the same.
-        bytes_ = Int32(VECTOR_BYTES) if inside else Int32(0)
-        offset = Int64(row0 + row) * Int64(row_stride) + Int64(column) if inside else Int64(0)
-        inline_ptx(
-            copy,
-            read_only_args=[
-                stage + row * ROW_PITCH_BYTES + (thread % vectors) * VECTOR_BYTES,
-                source.toint() + offset * 2,
-                bytes_,
-            ],
-        )
+_STORE_PAIR = "st.shared.v2.f32 [{$r0}], {{$r1},{$r2}};"
 
 
 class Splitk:
@@ -150,10 +129,8 @@ class Splitk:
         extra: Any,  # bias [N], scale, or None
     ) -> None:
         """Block (rank, expert block, token block) adds its K tiles and writes the sums it owns."""
-        S = self.config.split_k
-        stages = self.config.stages
-        owned = self.config.owned
-        XT, pitch = self.config.experts_tile, self.config.pitch
+        config = self.config
+        S, XT, stages = config.split_k, config.experts_tile, config.stages
 
         # 1. Prepare
         thread, _, _ = cute.arch.thread_idx()
@@ -162,7 +139,7 @@ class Splitk:
         lane = thread % WARP
         expert0 = expert_block * XT
         token0 = token_block * TOKENS_TILE
-        tiles = cute.ceil_div(hidden, HIDDEN_TILE)
+        tiles = cute.ceil_div(hidden, config.hidden_tile)
         tile0 = rank * tiles // S
         count = (rank + 1) * tiles // S - tile0
 
@@ -170,19 +147,11 @@ class Splitk:
         full = cute.arch.alloc_smem(Int64, stages, alignment=8)
         empty = cute.arch.alloc_smem(Int64, stages, alignment=8)
         received = cute.arch.alloc_smem(Int64, 1, alignment=8)
-        # (warps, tokens, experts)
-        partial = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, CONSUMER_WARPS * TOKENS_TILE * pitch, alignment=16),
-            cute.make_layout(
-                (CONSUMER_WARPS, TOKENS_TILE, XT), stride=(TOKENS_TILE * pitch, pitch, 1)
-            ),
-        )
         # (blocks of the cluster, owned sums): what the peers send
-        inbox = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, S * owned, alignment=16),
-            cute.make_layout((S, owned), stride=(owned, 1)),
-        )
-        mine = cutlass.min(self.config.sums - rank * owned, owned)
+        inbox = cute.arch.alloc_smem(Float32, S * config.owned, alignment=16)
+        # Only sums of tokens that are there are sent.
+        sent = cutlass.min(tokens - token0, TOKENS_TILE) * XT
+        mine = cutlass.max(cutlass.min(sent - rank * config.owned, config.owned), 0)
 
         if const_expr(self.pdl):
             cute.arch.griddepcontrol_launch_dependents()
@@ -202,23 +171,20 @@ class Splitk:
         # 2. Main loop
         if warp < CONSUMER_WARPS:
             self._consume(
-                ring, full, empty, received, partial, inbox, out, extra,
-                tokens, experts, expert0, token0, count, rank, mine, warp, lane, thread,
+                ring, full, empty, received, inbox, out, extra, tokens, experts,
+                expert0, token0, count, rank, sent, mine, warp, lane, thread,
             )  # fmt: skip
         elif warp < CONSUMER_WARPS + PRODUCER_WARPS // 2:
             self._produce(
-                weight, weight_row_stride, expert0, experts, ring + TOKENS_TILE * ROW_PITCH_BYTES,
-                full, empty, tile0, count, hidden, thread - CONSUMERS, XT, _COPY_WEIGHT,
+                weight, weight_row_stride, expert0, experts,
+                ring + TOKENS_TILE * config.row_pitch_bytes, full, empty,
+                tile0, count, hidden, thread - CONSUMERS, XT, True,
             )  # fmt: skip
             cute.arch.cluster_wait()
         else:
-            if const_expr(self.pdl):
-                # Per thread: these threads, and no others, read x.
-                cute.arch.griddepcontrol_wait()
             self._produce(
-                x, x_row_stride, token0, tokens, ring,
-                full, empty, tile0, count, hidden, thread - CONSUMERS - COPIERS,
-                TOKENS_TILE, _COPY_X,
+                x, x_row_stride, token0, tokens, ring, full, empty,
+                tile0, count, hidden, thread - CONSUMERS - COPIERS, TOKENS_TILE, False,
             )  # fmt: skip
             cute.arch.cluster_wait()
 
@@ -237,22 +203,86 @@ class Splitk:
         hidden: Int32,
         thread: Int32,
         tile_rows: cutlass.Constexpr[int],
-        copy: cutlass.Constexpr[str],
+        weights: cutlass.Constexpr[bool],
     ) -> None:
-        """Copy one operand's tiles, as far ahead of the consumers as there are stages."""
+        """Copy one operand's tiles, as far ahead of the consumers as there are stages.
+
+        A warp copies whole lines of one or two rows at a time. What lies past the last row or
+        column becomes zeros and is not read.
+        """
+        config = self.config
+        vectors = config.hidden_tile // VECTOR_ELEMENTS
+        step_bytes = config.hidden_tile * 2
+        column = tile0 * config.hidden_tile + thread % vectors * VECTOR_ELEMENTS
+        # Every address lies inside the tensor, those that nothing is read from too.
+        first = Int64(cutlass.min(column, hidden - VECTOR_ELEMENTS)) * 2
+        addresses = []
+        sizes = []
+        for i in cutlass.range_constexpr(tile_rows * vectors // COPIERS):
+            row = row0 + thread // vectors + i * (COPIERS // vectors)
+            address = Int64(cutlass.min(row, rows - 1)) * Int64(row_stride) * 2 + first
+            addresses.append(computed_here(source.toint() + address))
+            sizes.append(computed_here(Int32(VECTOR_BYTES) if row < rows else Int32(0)))
+        place = computed_here(
+            ring + thread // vectors * config.row_pitch_bytes + thread % vectors * VECTOR_BYTES
+        )
+        if const_expr(self.pdl and not weights):  # noqa: SIM102
+            # Per thread: these threads, and no others, read x.
+            # The branch, which every block with a K tile takes, keeps the addresses above it: the
+            # assembler moves all that does not depend on a wait behind the wait.
+            if count > 0:
+                cute.arch.griddepcontrol_wait()
+
         stage = Int32(0)
-        phase = Int32(1)  # a new mbarrier counts as having completed the phase before its first
+        phase = Int32(1)
         for i in cutlass.range(count, unroll=1):
-            cute.arch.mbarrier_wait(empty + stage, phase)
-            _copy_tile(
-                source, row_stride, row0, rows, (tile0 + i) * HIDDEN_TILE, hidden,
-                ring + stage * self.config.stage_bytes, thread, tile_rows, copy,
-            )  # fmt: skip
+            # The first round finds the ring empty.
+            if i >= config.stages:
+                cute.arch.mbarrier_wait(empty + stage, phase)
+            inside = column + i * config.hidden_tile < hidden
+            step = Int64(i * step_bytes if inside else 0)
+            for n in cutlass.range_constexpr(len(addresses)):
+                inline_ptx(
+                    _COPY_WEIGHT if weights else _COPY_X,
+                    read_only_args=[
+                        place
+                        + stage * config.stage_bytes
+                        + n * (COPIERS // vectors) * config.row_pitch_bytes,
+                        addresses[n] + step,
+                        sizes[n] if inside else Int32(0),
+                    ],
+                )
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+            if const_expr(weights):  # noqa: SIM102
+                if i == config.stages - 1:
+                    self._prefetch(source, row_stride, row0, rows, tile0, count, hidden, thread)
             stage = stage + 1
-            if stage == self.config.stages:
+            if stage == config.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+
+    @cute.jit
+    def _prefetch(
+        self,
+        weight: cute.Pointer,
+        row_stride: Int32,
+        row0: Int32,
+        rows: Int32,
+        tile0: Int32,
+        count: Int32,
+        hidden: Int32,
+        thread: Int32,
+    ) -> None:
+        """Ask L2 for the weights that the ring has no room for yet, a row a thread."""
+        config = self.config
+        each = COPIERS // config.experts_tile
+        column = (tile0 + config.stages) * config.hidden_tile
+        end = cutlass.min((tile0 + count) * config.hidden_tile, hidden)
+        size = cutlass.min(end - column, PREFETCH_ELEMENTS) * 2
+        row = row0 + thread // each
+        if (thread % each == 0) & (row < rows) & (size > 0):
+            address = weight.toint() + (Int64(row) * Int64(row_stride) + Int64(column)) * 2
+            inline_ptx(_PREFETCH, read_only_args=[address, size])
 
     @cute.jit
     def _consume(
@@ -261,8 +291,7 @@ class Splitk:
         full: cute.Pointer,
         empty: cute.Pointer,
         received: cute.Pointer,
-        partial: cute.Tensor,
-        inbox: cute.Tensor,
+        inbox: cute.Pointer,
         out: cute.Pointer,
         extra: Any,
         tokens: Int32,
@@ -271,29 +300,54 @@ class Splitk:
         token0: Int32,
         count: Int32,
         rank: Int32,
+        sent: Int32,
         mine: Int32,
         warp: Int32,
         lane: Int32,
         thread: Int32,
     ) -> None:
         """Multiply this block's K tiles, reduce over warps and cluster, write the owned sums."""
-        S = self.config.split_k
-        owned = self.config.owned
-        XT = self.config.experts_tile
+        config = self.config
+        S, XT, owned, G = config.split_k, config.experts_tile, config.owned, config.group
         n_tiles = XT // 8
-        steps = HIDDEN_TILE // CONSUMER_WARPS // 16
+        steps = config.hidden_tile // CONSUMER_WARPS // 16
+        row_pitch = config.row_pitch_bytes
 
         # ldmatrix wants lane l to name row l % 8 of 8 x 8 matrix l // 8. Of x the matrices are
         # (tokens 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15): the order of mma's A. Of the
         # weights (experts 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15): B of two n8 tiles,
         # and of the next two 16 rows further on.
         within = warp * (steps * 32)
-        x_row = lane % 16
-        x_part = lane // 16
-        w_row = lane % 8 + (lane // 16) * 8
-        w_part = (lane // 8) % 2
-        x_offset = x_row * ROW_PITCH_BYTES + within + x_part * 16
-        w_offset = (TOKENS_TILE + w_row) * ROW_PITCH_BYTES + within + w_part * 16
+        x_place = ring + lane % 16 * row_pitch + within + lane // 16 * 16
+        w_row = TOKENS_TILE + lane % 8 + (lane // 16) * 8
+        w_place = ring + w_row * row_pitch + within + (lane // 8) % 2 * 16
+
+        # Addresses of all that follows the products, while x is not there yet.
+        # (warps, tokens, experts) fp32, in the ring once all is multiplied
+        pitch = config.pitch * 4
+        warp_bytes = TOKENS_TILE * pitch
+        partial = computed_here(ring + warp * warp_bytes + lane // 4 * pitch + lane % 4 * 8)
+        sources = []  # of the sums that this thread adds up over the warps
+        targets = []  # where they go, in their owner's shared memory
+        bells = []  # their owner's mbarrier
+        for start in cutlass.range_constexpr(0, config.sums // G, CONSUMERS):
+            index = (thread + start) * G
+            owner = index // owned
+            slot = rank * owned + index % owned
+            sources.append(computed_here(ring + index // XT * pitch + index % XT * 4))
+            targets.append(computed_here(peer_address(inbox.toint() + slot * 4, owner)))
+            bells.append(computed_here(peer_address(received.toint(), owner)))
+        results = []  # where the sums go that this thread adds up over the blocks
+        terms = []  # what they are finished with
+        for start in cutlass.range_constexpr(0, owned, CONSUMERS):
+            index = rank * owned + thread + start
+            token = token0 + index // XT
+            expert = expert0 + index % XT
+            element = Int64(token) * Int64(experts) + Int64(expert)
+            results.append(computed_here(out.toint() + element * (out.dtype.width // 8)))
+            terms.append(epilogue_term(self.epilogue, extra, expert, experts))
+        # Here and not before the sums are sent: beside the wait for x it costs nothing.
+        cute.arch.cluster_wait()
 
         sums = cute.make_rmem_tensor((n_tiles, 4), Float32)
         sums.fill(0.0)
@@ -301,19 +355,19 @@ class Splitk:
         phase = Int32(0)
         for _i in cutlass.range(count, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
-            base = ring + stage * self.config.stage_bytes
+            base = stage * config.stage_bytes
             for k in cutlass.range_constexpr(steps):
                 a = inline_ptx(
                     _LDMATRIX,
                     write_only_types=[Uint32] * 4,
-                    read_only_args=[base + x_offset + k * 32],
+                    read_only_args=[x_place + base + k * 32],
                 )
                 b = []
                 for pair in cutlass.range_constexpr(n_tiles // 2):
                     found = inline_ptx(
                         _LDMATRIX,
                         write_only_types=[Uint32] * 4,
-                        read_only_args=[base + w_offset + (pair * 16 * ROW_PITCH_BYTES + k * 32)],
+                        read_only_args=[w_place + base + (pair * 16 * row_pitch + k * 32)],
                     )
                     for i in cutlass.range_constexpr(4):
                         b.append(found[i])
@@ -326,42 +380,42 @@ class Splitk:
             # after a warp barrier speaks for its warp, and it costs nothing that can be measured.
             cute.arch.mbarrier_arrive(empty + stage)
             stage = stage + 1
-            if stage == self.config.stages:
+            if stage == config.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
 
         # 3. Epilogue: over the warps of the block, then over the blocks of the cluster. The order
-        # of each sum is fixed: warps by number, blocks by rank.
-        row = lane // 4
-        column = (lane % 4) * 2
-        for n in cutlass.range_constexpr(n_tiles):
-            for j in cutlass.range_constexpr(2):
-                partial[warp, row, n * 8 + column + j] = sums[n, j]
-                partial[warp, row + 8, n * 8 + column + j] = sums[n, 2 + j]
+        # of each sum is fixed: warps by number, blocks by rank, both by pairs.
+        # The sums take the ring's place once every warp has multiplied the last stage.
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)
-        cute.arch.cluster_wait()
-        for start in cutlass.range_constexpr(0, self.config.sums, CONSUMERS):
-            index = thread + start
-            total = Float32(0.0)
-            for w in cutlass.range_constexpr(CONSUMER_WARPS):
-                total = total + partial[w, index // XT, index % XT]
-            cute.arch.store_async_dsmem(
-                inbox.iterator + (rank * owned + index % owned),
-                total.bitcast(Int32),
-                received,
-                index // owned,
-            )
-        wait_cluster(received, 0)
-        for start in cutlass.range_constexpr(0, owned, CONSUMERS):
-            slot = thread + start
+        for n in cutlass.range_constexpr(n_tiles):
+            for half in cutlass.range_constexpr(2):
+                inline_ptx(
+                    _STORE_PAIR,
+                    read_only_args=[
+                        partial + (half * 8 * pitch + n * 32),
+                        sums[n, 2 * half],
+                        sums[n, 2 * half + 1],
+                    ],
+                )
+        cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)
+        for n in cutlass.range_constexpr(len(sources)):
+            if (thread + n * CONSUMERS) * G < sent:
+                parts = [load_floats(sources[n] + w * warp_bytes, G) for w in range(CONSUMER_WARPS)]
+                totals = [sum_pairwise([part[i] for part in parts]) for i in range(G)]
+                send_floats(targets[n], totals, bells[n])
+        for n in cutlass.range_constexpr(len(results)):
+            slot = thread + n * CONSUMERS
             if slot < mine:
-                value = Float32(0.0)
-                for r in cutlass.range_constexpr(S):
-                    value = value + inbox[r, slot]
-                index = rank * owned + slot
-                token = token0 + index // XT
-                expert = expert0 + index % XT
-                store_sum(self.epilogue, out, extra, token, expert, value, tokens, experts)
+                # Whether or not it stores a result: a block stays until it got everything.
+                wait_cluster(received, 0)
+                parts = []
+                for peer in cutlass.range_constexpr(S):
+                    place = inbox.toint() + (peer * owned + slot) * 4
+                    parts.append(load_floats(place, 1)[0])
+                value = finished(self.epilogue, sum_pairwise(parts), terms[n])
+                if expert0 + (rank * owned + slot) % XT < experts:
+                    store_element_at(out, results[n], value)
 
 
 def entry(

@@ -39,6 +39,13 @@ FORCED = {
     "dotprod": {"backend": "dotprod", "block": 128, "experts_per_block": 1},
     "splitk": {"backend": "splitk", "split_k": 6, "stages": 4},
     "splitk-32": {"backend": "splitk", "split_k": 6, "stages": 3, "experts_tile": 32},
+    "splitk-64": {
+        "backend": "splitk",
+        "split_k": 8,
+        "stages": 4,
+        "experts_tile": 64,
+        "hidden_tile": 128,
+    },
     "oneshot": {
         "backend": "oneshot",
         "experts_tile": 16,

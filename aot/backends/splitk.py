@@ -16,12 +16,11 @@ __all__ = [
     "BLOCK_THREADS",
     "CONSUMER_WARPS",
     "EXPERTS_TILES",
-    "HIDDEN_TILE",
+    "HIDDEN_TILES",
     "MAX_SHARED_BYTES",
     "MAX_SPLIT_K",
     "PARAMS",
     "PRODUCER_WARPS",
-    "ROW_PITCH_BYTES",
     "SOURCES",
     "TOKENS_TILE",
     "SplitkConfig",
@@ -34,12 +33,12 @@ __all__ = [
 TOKENS_TILE = 16
 """Tokens of a cluster: the 16 rows of mma.m16n8k16."""
 
-EXPERTS_TILES = (16, 32)
-"""Experts of a cluster: two n8 tiles, so that a router of 256 experts fills the GPU's SMs, or four,
-so that one of 896 reads x half as often."""
+EXPERTS_TILES = (16, 32, 64)
+"""Experts of a cluster: two n8 tiles, so that a router of 256 experts fills the GPU's SMs, up to
+eight, so that one of 896 reads x a quarter as often."""
 
-HIDDEN_TILE = 256
-"""Elements of K in one pipeline stage: 64 for each consumer warp."""
+HIDDEN_TILES = (128, 256)
+"""Elements of K in one pipeline stage: 32 or 64 for each consumer warp."""
 
 CONSUMER_WARPS = 4
 """Warps that multiply, each on its own quarter of a stage's K."""
@@ -48,9 +47,6 @@ PRODUCER_WARPS = 4
 """Warps that copy to shared memory: half of them weights, half of them x."""
 
 BLOCK_THREADS = 32 * (CONSUMER_WARPS + PRODUCER_WARPS)
-
-ROW_PITCH_BYTES = HIDDEN_TILE * 2 + 16
-"""Bytes from row to row of a stage: 16 more than the data, so that ldmatrix meets no bank twice."""
 
 MAX_SPLIT_K = 8
 """Thread blocks of a portable cluster (CUDA C++ Programming Guide, "Thread Block Clusters")."""
@@ -86,11 +82,12 @@ SOURCES = (
 class SplitkTile(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="splitk", tag_field="backend"
 ):
-    """Tile configuration: thread blocks that share K, stages of the copy pipeline, experts."""
+    """Tile configuration: blocks that share K, stages of the copy pipeline, experts, K a stage."""
 
     split_k: int = 6
     stages: int = 4
     experts_tile: int = 16
+    hidden_tile: int = 256
 
 
 class SplitkConfig(
@@ -101,6 +98,7 @@ class SplitkConfig(
     split_k: int
     stages: int
     experts_tile: int = 16
+    hidden_tile: int = 256
 
     @property
     def sums(self) -> int:
@@ -109,30 +107,44 @@ class SplitkConfig(
 
     @property
     def owned(self) -> int:
-        """Sums of a tile that each block of the cluster owns; the last may own fewer."""
-        return -(-self.sums // self.split_k)
+        """Sums that each block of the cluster owns, in groups of four; the last may own fewer."""
+        return -(-self.sums // (4 * self.split_k)) * 4
+
+    @property
+    def group(self) -> int:
+        """Neighbouring sums that one consumer thread reduces and sends at once."""
+        return min(self.sums // (32 * CONSUMER_WARPS), 4)
 
     @property
     def pitch(self) -> int:
-        """Floats from row to row of a warp's sums: a fragment's stores meet no bank twice."""
-        return self.experts_tile + 4
+        """Floats from row to row of a warp's sums: no two lanes' pairs of sums meet in a bank."""
+        return self.experts_tile + 8
+
+    @property
+    def row_pitch_bytes(self) -> int:
+        """Bytes from row to row of a stage: ldmatrix meets no bank twice where 16 are added."""
+        return self.hidden_tile * 2 + 16
 
     @property
     def stage_bytes(self) -> int:
         """One stage: x of a K tile, then the weights of the same."""
-        return (TOKENS_TILE + self.experts_tile) * ROW_PITCH_BYTES
+        return (TOKENS_TILE + self.experts_tile) * self.row_pitch_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """All stages. In the end the sums of the block's warps take their place."""
+        return self.stages * self.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: stages, the warps' sums, the peers' sums, the mbarriers."""
-        floats = CONSUMER_WARPS * TOKENS_TILE * self.pitch + self.split_k * self.owned
-        return self.stages * self.stage_bytes + floats * 4 + (2 * self.stages + 1) * 8
+        """Shared memory of a block: the ring, the peers' sums, the mbarriers."""
+        return self.ring_bytes + self.split_k * self.owned * 4 + (2 * self.stages + 1) * 8
 
 
 def config_for(tile: SplitkTile, problem: Problem) -> SplitkConfig:
     """The same configuration for every problem."""
     del problem
-    return SplitkConfig(tile.split_k, tile.stages, tile.experts_tile)
+    return SplitkConfig(tile.split_k, tile.stages, tile.experts_tile, tile.hidden_tile)
 
 
 def check(config: SplitkConfig) -> None:
@@ -145,7 +157,12 @@ def check(config: SplitkConfig) -> None:
     if config.experts_tile not in EXPERTS_TILES:
         raise ConfigError(
             f"splitk: experts_tile is {config.experts_tile}, must be one of {EXPERTS_TILES}: "
-            "a warp multiplies two or four n8 tiles of mma.m16n8k16"
+            "a warp multiplies two, four or eight n8 tiles of mma.m16n8k16"
+        )
+    if config.hidden_tile not in HIDDEN_TILES:
+        raise ConfigError(
+            f"splitk: hidden_tile is {config.hidden_tile}, must be one of {HIDDEN_TILES}: "
+            "each of four warps multiplies whole steps of 16 of K, and copies take whole lines"
         )
     if config.stages < 2:
         raise ConfigError(
@@ -169,5 +186,5 @@ def geometry(config: SplitkConfig) -> LaunchGeometry:
         ),
         block=(BLOCK_THREADS, 1, 1),
         cluster=(config.split_k, 1, 1),
-        dynamic_shared_bytes=config.stages * config.stage_bytes,
+        dynamic_shared_bytes=config.ring_bytes,
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from .backends import backend_option
 from .command import HelpfulCommand, common_options, layer_option, store_option
 from .opened import STORE_VARIABLES, open_below, open_store
 from .output import Output
@@ -69,6 +70,7 @@ def _plan_options(function: Function) -> Function:
     is_flag=True,
     help="Compile every tile that `tune` measures for these routers, not what a table chooses.",
 )
+@backend_option
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
 @click.option("--no-progress", is_flag=True, help="Show no progress line on the terminal.")
 @common_options
@@ -83,6 +85,7 @@ def build_command(
     force: bool,
     jobs: int | None,
     candidates: bool,
+    backends: tuple[str, ...],
     dry_run: bool,
     no_progress: bool,
 ) -> None:
@@ -93,12 +96,22 @@ def build_command(
     fails it. Needs no GPU.
     """
     from ..builder import execute, rehearse
-    from ..errors import AotError
+    from ..errors import AotError, UsageError
 
+    if backends and not candidates:
+        raise UsageError(
+            "--backend without --candidates: a tuning table chooses among all families",
+            hint="add --candidates, or name a table in the manifest's field tuning",
+        )
     store, layers = open_store(store_path), open_below(layer_paths)
     source = _source(store, layers)
     loaded, plan = _plan(
-        manifests, targets=targets, source=source, force=force, candidates=candidates
+        manifests,
+        targets=targets,
+        source=source,
+        force=force,
+        candidates=candidates,
+        backends=backends,
     )
     if not candidates:
         _warn_of_other_tuning(output, loaded)
@@ -174,14 +187,18 @@ def _plan(
     source: ArtifactSource,
     force: bool,
     candidates: bool = False,
+    backends: tuple[str, ...] = (),
 ) -> tuple[tuple[Manifest, ...], BuildPlan]:
     from ..candidates import plan_candidates
     from ..manifest import Manifest
     from ..plan import plan_build
 
     manifests = tuple(Manifest.load(name) for name in names)
-    decide = plan_candidates if candidates else plan_build
-    return manifests, decide(*manifests, store=source, targets=targets, force=force)
+    if candidates:
+        return manifests, plan_candidates(
+            *manifests, store=source, targets=targets, force=force, backends=backends
+        )
+    return manifests, plan_build(*manifests, store=source, targets=targets, force=force)
 
 
 def _source(store: Store, layers: tuple[Store, ...]) -> ArtifactSource:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .backends import backend_option
 from .command import HelpfulCommand, common_options, store_option
 from .output import Output
 from .tokens import tokens_option
@@ -32,6 +33,7 @@ __all__ = ["tune_command"]
 )
 @store_option
 @tokens_option
+@backend_option
 @click.option(
     "--out",
     "table_path",
@@ -61,6 +63,7 @@ def tune_command(
     manifests: tuple[str, ...],
     store_path: Path | None,
     tokens: tuple[int, ...] | None,
+    backends: tuple[str, ...],
     table_path: Path | None,
     report_path: Path | None,
     resume: bool,
@@ -86,11 +89,11 @@ def tune_command(
     for path in (table_path, report_path) if wanted else ():
         if path is not None:
             check_writable(path)
-    run = _Run(output, store_path, report_path, len(wanted))
+    run = _Run(output, store_path, report_path, len(wanted), backends)
     if resume:
         run.take_over()
     shape: tuple[int, int] | None = None
-    for cell in tune(wanted, lab=run.lab, known=run.known, on_cell=run.told):
+    for cell in tune(wanted, lab=run.lab, known=run.known, on_cell=run.told, backends=backends):
         if shape is not None and shape != (cell.hidden, cell.experts):
             run.save()
         shape = (cell.hidden, cell.experts)
@@ -114,7 +117,12 @@ class _Run:
     """One tuning run: the GPU, opened when it is needed, and the cells so far."""
 
     def __init__(
-        self, output: Output, store_path: Path | None, report_path: Path | None, total: int
+        self,
+        output: Output,
+        store_path: Path | None,
+        report_path: Path | None,
+        total: int,
+        backends: tuple[str, ...],
     ) -> None:
         self.known: dict[CellKey, SurveyCell] = {}
         self.cells: dict[CellKey, SurveyCell] = {}
@@ -122,6 +130,7 @@ class _Run:
         self._store_path = store_path
         self._report_path = report_path
         self._total = total
+        self._backends = backends
         self._lab: Lab | None = None
         self._header: SurveyHeader | None = None
         self._done = 0
@@ -139,6 +148,9 @@ class _Run:
         if survey.header.kernel_sources != present:
             self._output.warn(f"{self._report_path} is of other kernels: measuring all cells anew")
             return
+        if survey.header.backends != tuple(sorted(self._backends)):
+            self._output.warn(f"{self._report_path} is of other backends: measuring all cells anew")
+            return
         self._header = survey.header
         self.known = {cell_key(cell): cell for cell in survey.cells}
         # What is not wanted this time is kept: reports grow, manifest by manifest.
@@ -155,7 +167,7 @@ class _Run:
 
             store = Store(Environment().store_location(self._store_path).root)
             self._lab = GpuLab(store)
-            header = header_of(self._lab)
+            header = header_of(self._lab, backends=self._backends)
             before = self._header
             if before is not None and (before.target, before.origin.device) != (
                 header.target,

@@ -65,7 +65,7 @@ def test_a_cell_has_the_tables_kernel_the_library_and_the_floor(
     lab, _, _ = make_lab(monkeypatch, ARTIFACTS, lambda key, config: OURS_US)
     cell = bench_cell(lab, PROBLEM, table=TABLE, copy_bytes_per_s=BANDWIDTH)
     assert (cell.ours_us, cell.cublas_us, cell.cublas) == (OURS_US, LIBRARY_US, "F.linear")
-    assert cell.config == "splitk(7,5,16)"
+    assert cell.config == "splitk(7,5,16,256)"
     assert cell.empty_us == EMPTY_US
     assert cell.floor_us == pytest.approx(EMPTY_US + 8 * 256 * 2 / BANDWIDTH * 1e6, abs=1e-4)
     assert (cell.cold_us, cell.hot_us, cell.torch_compile_us) == (None, None, None)

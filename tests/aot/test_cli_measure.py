@@ -277,6 +277,50 @@ def test_a_spilling_candidate_is_told_of_and_left_out(
     assert " failed" in ran.out
 
 
+@pytest.mark.usefixtures("lab")
+def test_a_run_of_some_backends_measures_no_other(run: Run, world: Path) -> None:
+    """Catches a table of one family that another one's tile is in, and reports that mix the two."""
+    arguments = ("tune", "measured.yaml", "--tokens", "1", "--report", "report.json")
+    some = run(*arguments, "--backend", "splitk", "--backend", "dotprod", "--json")
+    assert some.code == 0, some.err
+    report = json.loads((world / "report.json").read_text())
+    assert report["header"]["backends"] == ["dotprod", "splitk"]
+    tried = {trial["use"]["backend"] for cell in report["cells"] for trial in cell["trials"]}
+    assert tried == {"splitk"}  # no tile of dotprod is worth trying at this K
+    assert [cell["config"] for cell in some.data["cells"]] == ["splitk(6,4,16,256)"]  # type: ignore[attr-defined]
+
+    again = run(*arguments, "--resume")
+    assert "report.json is of other backends: measuring all cells anew" in again.err
+    assert again.err.count("K=256") == 1
+    none = run("tune", "measured.yaml", "--backend", "fp32")
+    assert none.code == 3
+    assert "no tile fits" in none.err
+
+
+def test_candidates_of_some_backends_are_built_alone(
+    run: Run, world: Path, lab: PricedDriver
+) -> None:
+    """Catches minutes of compiling what was not asked for, and a filter that a build ignores."""
+    ran = run("build", "measured.yaml", "--candidates", "--backend", "splitk", "--json")
+    assert ran.code == 0, ran.err
+    built = {a["key"]["config"]["backend"] for a in ran.data["artifacts"]}  # type: ignore[attr-defined]
+    assert built == {"splitk", "probe"}
+    ran = run("build", "measured.yaml", "--backend", "splitk")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--backend without --candidates" in ran.err
+
+
+@pytest.mark.parametrize("command", [("build", "--candidates"), ("tune",)])
+@pytest.mark.usefixtures("lab")
+def test_a_backend_that_does_not_exist_is_refused(run: Run, command: tuple[str, ...]) -> None:
+    """Catches a typo that leaves nothing to measure; `probe` serves no router."""
+    for name, hint in (("split", "did you mean splitk?"), ("probe", ""), ("", "leave it out")):
+        ran = run(*command, "measured.yaml", "--backend", name)
+        assert (ran.code, ran.out) == (2, "")
+        assert f"--backend is {name!r}, must be one of dotprod, splitk, oneshot" in ran.err
+        assert hint in ran.err
+
+
 @pytest.mark.parametrize("text", ["", "0", "60-70", "4-2", "a", "1,,2", "1-2-3", "-1", "65537"])
 def test_numbers_of_tokens_that_make_no_sense_are_refused(text: str) -> None:
     """Catches a range that silently measures nothing."""

@@ -115,7 +115,8 @@ def test_the_key_schema_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 GOLDEN_JSON = (
-    b'{"alignment_bytes":16,"config":{"backend":"splitk","experts_tile":16,"split_k":6,"stages":4},'
+    b'{"alignment_bytes":16,"config":{"backend":"splitk","experts_tile":16,"hidden_tile":256,'
+    b'"split_k":6,"stages":4},'
     b'"epilogue":"none","layout":"k_major","out_dtype":"fp32","pdl":true,"target":"sm_90a",'
     b'"weight_dtype":"bf16","x_dtype":"bf16"}'
 )
@@ -131,7 +132,7 @@ def test_canonical_json_is_sorted_compact_and_stable() -> None:
     ("backend", "digest"),
     [
         ("dotprod", "f4e98731b1f5038780ce8cdce791a09e1494f2ce564baf788e6fec6a31782b04"),
-        ("splitk", "c589d4ac37d15e095ff4188c1f12e1d01f26c058d4eb9f60c5db1c310c9da1af"),
+        ("splitk", "7cc492af2a7a2a1e8ff2f1632272d4f4a8d8c66845a87cf5c55c66126c9ff29b"),
     ],
 )
 def test_golden_digests(backend: str, digest: str) -> None:
@@ -171,7 +172,8 @@ def test_digest_uses_the_digest_of_the_installed_sources() -> None:
 def test_a_key_prints_every_part_of_its_configuration() -> None:
     """Catches messages in which two different kernels read the same."""
     assert str(make("splitk")) == (
-        "splitk split_k=6 stages=4 experts_tile=16 bf16 x bf16 -> fp32 pdl=on sm_90a"
+        "splitk split_k=6 stages=4 experts_tile=16 hidden_tile=256 "
+        "bf16 x bf16 -> fp32 pdl=on sm_90a"
     )
     texts = {str(make("splitk", **change)) for change in ({}, {"pdl": False}, {"target": "sm_80"})}
     assert len(texts) == 3

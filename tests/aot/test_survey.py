@@ -124,7 +124,7 @@ def test_tiles_are_written_as_people_read_them() -> None:
     """Catches labels in tables and plots that do not say which tile it was."""
     assert [tile_text(t) for t in (A, C, LibraryTile())] == [
         "oneshot(16,8,7,4)",
-        "splitk(6,4,16)",
+        "splitk(6,4,16,256)",
         "library",
     ]
     assert tile_text(msgspec.structs.replace(A, release="wait")) == "oneshot(16,8,7,4,wait)"
