@@ -10,12 +10,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from .backends import BACKENDS, DotprodTile, OneshotTile, SplitkTile, Tile, backend_name
+from .backends import (
+    BACKENDS,
+    DotprodTile,
+    OneshotTile,
+    SplitkTile,
+    Tile,
+    backend_name,
+    oneshot,
+)
 from .dispatch import TABLE_SCHEMA, Figures, LibraryTile, Origin, Rule, Table
 from .errors import ConfigError, UsageError
 from .problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem
 from .search import search_space, tokens_span
-from .survey import SurveyCell, cell_key, tile_text
+from .survey import SurveyCell, cell_key
 
 __all__ = ["format_table", "general_rules", "measured_rules", "write_table"]
 
@@ -24,13 +32,20 @@ Choice = Tile | LibraryTile
 HIDDEN_BANDS = (512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
 """Upper ends of the spans of K that share a general rule; a tile of the upper end fits them all."""
 
+LARGE_BANDS = (10240, 12288, 16384, 32768)
+"""Further spans, as far as shapes of them were measured: smaller K say little about them."""
+
 EXPERTS_BANDS = (64, 192, 448, 1024, 2048)
 """Upper ends of the spans of N; beyond the last nothing was measured, and the library is chosen."""
 
 TOKENS_BANDS = ((1, 4), (5, 8), (9, 16), (17, 32), (33, FEW_TOKENS))
 
-BEYOND = SplitkTile(6, 4)
-"""For K beyond the bands: the one family that takes any K at run time, in the published setting."""
+BEYOND = SplitkTile(8, 3, experts_tile=32)
+"""For K beyond the bands: the one family that takes any K at run time, in the setting that was the
+fastest of it at K 32768."""
+
+BEYOND_TOKENS, BEYOND_EXPERTS, BEYOND_HIDDEN = 16, 256, 32768
+"""As far as it was faster than the library there; all else that is beyond is the library's."""
 
 
 class _Span(NamedTuple):
@@ -53,8 +68,8 @@ def write_table(cells: Iterable[SurveyCell], origin: Origin, *, name: str, targe
     others = "with fp32 weights fp32_tiles decides for others"
     if any(cell.weight_dtype is DType.BF16 for cell in ordered):
         others = (
-            f"other shapes follow the nearest measured one, the library takes more than "
-            f"{EXPERTS_BANDS[-1]} experts, which nobody measured"
+            f"other shapes follow the nearest measured one as far as its lead bears it, the "
+            f"library takes the rest and all above {EXPERTS_BANDS[-1]} experts"
         )
     library = sum(isinstance(cell.use, LibraryTile) for cell in ordered)
     return Table(
@@ -104,7 +119,7 @@ def measured_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
 
 
 def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
-    """Rules for what was not measured: by K, N and M as the nearest measured shape, else by size.
+    """Rules for what was not measured: by K, N and M as the nearest measured shape, or the library.
 
     Every supported problem with bf16 weights finds one, and no tile fails its family's `check`.
     With fp32 weights `fp32_tiles` decides what was not measured.
@@ -112,16 +127,14 @@ def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
     cells = [cell for cell in cells if cell.weight_dtype is DType.BF16]
     if not cells:
         return (Rule(use=BEYOND),)
-    rules = [
-        Rule(use=LibraryTile(), experts=(EXPERTS_BANDS[-1] + 1, MAX_EXPERTS)),
-        Rule(use=BEYOND, hidden=(HIDDEN_BANDS[-1] + 1, MAX_HIDDEN)),
-    ]
+    rules = [Rule(use=LibraryTile(), experts=(EXPERTS_BANDS[-1] + 1, MAX_EXPERTS))]
+    reach = max(cell.hidden for cell in cells)
     first_hidden = 1
-    for hidden in HIDDEN_BANDS:
+    for hidden in (*HIDDEN_BANDS, *(band for band in LARGE_BANDS if band <= reach)):
         first_experts = 1
         bands: list[tuple[tuple[int, int], tuple[_Span, ...]]] = []
         for experts in EXPERTS_BANDS:
-            spans = _spans(cells, hidden, (first_experts, experts))
+            spans = _spans(cells, hidden, experts)
             if bands and bands[-1][1] == spans:
                 bands[-1] = ((bands[-1][0][0], experts), spans)
             else:
@@ -133,7 +146,16 @@ def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
             for span in spans
         ]
         first_hidden = hidden + 1
-    return (*rules, Rule(use=BEYOND))
+    if first_hidden <= BEYOND_HIDDEN:
+        rules.append(
+            Rule(
+                use=BEYOND,
+                tokens=(1, BEYOND_TOKENS),
+                experts=(1, BEYOND_EXPERTS),
+                hidden=(first_hidden, BEYOND_HIDDEN),
+            )
+        )
+    return (*rules, Rule(use=LibraryTile(), hidden=(first_hidden, MAX_HIDDEN)), Rule(use=BEYOND))
 
 
 def format_table(table: Table) -> str:
@@ -171,11 +193,11 @@ def _ends(values: Iterable[float]) -> tuple[float, float]:
     return min(found), max(found)
 
 
-def _spans(cells: Sequence[SurveyCell], hidden: int, experts: tuple[int, int]) -> tuple[_Span, ...]:
-    """What to use for each span of tokens, neighbours with one choice merged."""
+def _spans(cells: Sequence[SurveyCell], hidden: int, experts: int) -> tuple[_Span, ...]:
+    """What to use up to this K and N for each span of tokens, neighbours with one choice merged."""
     spans: list[_Span] = []
     for tokens in TOKENS_BANDS:
-        use = _fitted(_nearest(cells, hidden, experts, tokens), hidden, tokens[1])
+        use = _general(cells, hidden, experts, tokens)
         if spans and spans[-1].use == use:
             spans[-1] = _Span((spans[-1].tokens[0], tokens[1]), use)
         else:
@@ -183,30 +205,41 @@ def _spans(cells: Sequence[SurveyCell], hidden: int, experts: tuple[int, int]) -
     return tuple(spans)
 
 
-def _nearest(
-    cells: Sequence[SurveyCell], hidden: int, experts: tuple[int, int], tokens: tuple[int, int]
+def _general(
+    cells: Sequence[SurveyCell], hidden: int, experts: int, tokens: tuple[int, int]
 ) -> Choice:
-    """What the nearest measured shape uses most often within a span of tokens."""
-    within = [cell for cell in cells if tokens[0] <= cell.tokens <= tokens[1]] or list(cells)
-    middle = math.sqrt(experts[0] * experts[1])
+    """What serves a span of tokens up to this K and N.
+
+    The library, or a tile like that of the nearest measured cell: a kernel is taken only where its
+    measured lead bears the way from there to the span's largest problem, if the kernel's time grew
+    with K, N and M and the library's not at all.
+    """
+    within = [cell for cell in cells if tokens[0] <= cell.tokens <= tokens[1]] or cells
 
     def distance(cell: SurveyCell) -> tuple[float, int, int]:
         # K decides which tiles fit at all; N only how many thread blocks there are.
-        apart = abs(math.log2(cell.hidden / hidden)) + abs(math.log2(cell.experts / middle)) / 2
+        apart = abs(math.log2(cell.hidden / hidden)) + abs(math.log2(cell.experts / experts)) / 2
         return apart, cell.hidden, cell.experts
 
-    shape = distance(min(within, key=distance))
-    uses = [cell.use for cell in within if distance(cell) == shape]
-    return max(uses, key=lambda use: (uses.count(use), tile_text(use)))
+    shape = min(map(distance, within))
+    nearest = max((c for c in within if distance(c) == shape), key=lambda cell: cell.tokens)
+    weights = hidden * experts / (nearest.hidden * nearest.experts)
+    growth = max(weights, 1.0) * max(tokens[1] / nearest.tokens, 1.0)
+    if isinstance(nearest.use, LibraryTile) or nearest.cublas.us < growth * nearest.chosen.us:
+        return LibraryTile()
+    return _fitted(nearest.use, nearest.hidden, hidden, tokens[1])
 
 
-def _fitted(use: Choice, hidden: int, tokens: int) -> Choice:
+def _fitted(use: Tile, measured_hidden: int, hidden: int, tokens: int) -> Tile:
     """A tile like this one whose registers hold this K, which is the largest that it will see."""
     if isinstance(use, OneshotTile):
         like = [tile for tile in search_space(hidden, tokens) if isinstance(tile, OneshotTile)]
         if not like:
             return BEYOND
-        return min(like, key=lambda tile: _unlike(tile, use))
+        if hidden == measured_hidden and use in like:
+            return use
+        rounds = _rounds(use, measured_hidden, tokens)
+        return min(like, key=lambda tile: _unlike(tile, use, _rounds(tile, hidden, tokens), rounds))
     if isinstance(use, DotprodTile):
         problem = Problem(tokens, 1, hidden)
         backend = BACKENDS[backend_name(use)]
@@ -217,12 +250,21 @@ def _fitted(use: Choice, hidden: int, tokens: int) -> Choice:
     return use
 
 
-def _unlike(tile: OneshotTile, other: OneshotTile) -> tuple[float, ...]:
+def _rounds(tile: OneshotTile, hidden: int, tokens: int) -> int:
+    """How often a tile fills its registers for a K."""
+    return oneshot.config_for(tile, Problem(tokens, 1, hidden)).rounds
+
+
+def _unlike(
+    tile: OneshotTile, other: OneshotTile, rounds: int, other_rounds: int
+) -> tuple[float, ...]:
     """How far two tiles are apart: in how they part the work first, in how a block does it last."""
     return (
         abs(math.log2(tile.experts_tile / other.experts_tile)),
         abs(math.log2(tile.split_k / other.split_k)),
+        abs(rounds - other_rounds),
         abs(math.log2(tile.vectors / other.vectors)),
+        tile.release != other.release,
         tile.warps,
         tile.split_k,
         tile.vectors,

@@ -415,7 +415,8 @@ class TestPackagedManifests:
         measured = name in (
             "all-routers",
             "anchors",
-            "large-hidden",
+            "general",
+            "unmeasured",
             "fp32-routers",
         )  # for tuning and benchmarks, on an H200
         wanted = {"sm_90a"} if measured else {"sm_90a", "sm_100a", "sm_103a"}

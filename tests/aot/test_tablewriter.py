@@ -14,13 +14,20 @@ from llbf16_aot.errors import LibraryChosenError, UsageError
 from llbf16_aot.problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem, Target
 from llbf16_aot.search import representative_tokens, search_space, tokens_span
 from llbf16_aot.survey import SurveyCell, SurveyTiming, SurveyTrial
-from llbf16_aot.tablewriter import EXPERTS_BANDS, HIDDEN_BANDS, format_table, write_table
+from llbf16_aot.tablewriter import (
+    BEYOND,
+    EXPERTS_BANDS,
+    HIDDEN_BANDS,
+    LARGE_BANDS,
+    format_table,
+    write_table,
+)
 
 SM_90A = Target.parse("sm_90a")
 ORIGIN = Origin(
     device="a GPU", driver="1.2", date="2026-11-29", versions={"torch": "2"}, protocol="p"
 )
-SHAPES = ((7168, 256), (4096, 8), (2880, 32), (1024, 1024), (8192, 64), (520, 7))
+SHAPES = ((7168, 256), (4096, 8), (2880, 32), (1024, 1024), (8192, 64), (520, 7), (16384, 64))
 
 
 def cell(
@@ -116,15 +123,35 @@ def test_every_other_problem_finds_a_kernel_or_the_library(
 @pytest.mark.parametrize("use", [OneshotTile(64, 4, 4, 2), OneshotTile(8, 1, 8, 4), DotprodTile()])
 def test_general_rules_hold_at_the_ends_of_their_ranges(use: Tile) -> None:
     """Catches a tile fitted to the middle of a range of K: its ends are where it breaks."""
-    table = table_of([cell(1024, 64, tokens, use) for tokens in (1, 8, 16, 24, 64)])
-    ends = [8, *(k + d for k in HIDDEN_BANDS for d in (-8, 0, 8)), MAX_HIDDEN]
+    # A lead that bears every way, so that the tile and not the library is chosen.
+    cells = [cell(1024, 64, m, use, us=0.001, cublas_us=1e4) for m in (1, 8, 16, 24, 64)]
+    table = table_of(cells)
+    ends = [8, *(k + d for k in (*HIDDEN_BANDS, 32768) for d in (-8, 0, 8)), MAX_HIDDEN]
     for hidden in ends:
         for experts in (1, *(n + d for n in EXPERTS_BANDS for d in (0, 1)), MAX_EXPERTS):
             for tokens in (1, 4, 5, 8, 9, 16, 17, 32, 33, 64):
                 try:
                     dispatch(Problem(tokens, experts, hidden), SM_90A, table).check()
                 except LibraryChosenError:
-                    assert experts > EXPERTS_BANDS[-1]
+                    beyond = hidden > HIDDEN_BANDS[-1] and (
+                        hidden > 32768 or experts > 256 or tokens > 16
+                    )
+                    assert experts > EXPERTS_BANDS[-1] or beyond
+
+
+def test_a_large_k_has_rules_of_its_own_only_where_it_was_measured() -> None:
+    """Catches K of 16384 served as 8192 is, and a kernel that nobody compared with the library."""
+    tile = OneshotTile(16, 8, 7, 4)
+    small, large = cell(8192, 64, 8, tile), cell(16384, 64, 8, OneshotTile(8, 8, 16, 4))
+    without, with_large = table_of([small]), table_of([small, large])
+    for hidden in LARGE_BANDS:
+        few, many = Problem(8, 64, hidden), Problem(33, 64, hidden)
+        assert without.tile_for(few) == BEYOND
+        assert without.tile_for(many) == LibraryTile()
+        measured = isinstance(with_large.tile_for(few), OneshotTile)
+        assert measured == (hidden <= large.hidden)
+    problem = Problem(8, 64, 32776)
+    assert without.tile_for(problem) == with_large.tile_for(problem) == LibraryTile()
 
 
 def test_neighbouring_tokens_with_one_tile_share_a_rule_with_their_figures() -> None:
@@ -165,6 +192,30 @@ def test_where_the_library_wins_everywhere_near_the_general_rule_says_so() -> No
     table = table_of(cells)
     assert table.tile_for(Problem(12, 1900, 7168)) == LibraryTile()
     assert isinstance(table.tile_for(Problem(12, 100, 7168)), OneshotTile)
+
+
+def test_a_lead_that_does_not_bear_the_way_leaves_a_shape_to_the_library() -> None:
+    """Catches a kernel slower than the library: one that was 1.3 times as fast on half the weights.
+
+    At K 6144, N 2048, M 32 a tile that was the faster one with 896 experts took 16.4 us for 11.7.
+    """
+    tile = OneshotTile(32, 7, 8, 4)
+    close = table_of([cell(7168, 896, m, tile, us=7.5, cublas_us=8.3) for m in (24, 32)])
+    assert close.tile_for(Problem(32, 895, 7160)) == LibraryTile()
+    wide = table_of([cell(7168, 896, m, tile, us=2.0, cublas_us=8.3) for m in (24, 32)])
+    assert wide.tile_for(Problem(32, 895, 7160)) == tile
+    assert wide.tile_for(Problem(32, 2048, 7168)) == tile
+    assert wide.tile_for(Problem(32, 2048, 16384)) == LibraryTile()
+    assert wide.tile_for(Problem(64, 448, 7168)) == tile
+    few = table_of([cell(7168, 256, 4, tile, us=1.5, cublas_us=7.0)])
+    assert few.tile_for(Problem(64, 256, 7168)) == LibraryTile()
+
+
+def test_a_general_rule_has_the_very_tile_that_was_measured_at_its_end() -> None:
+    """Catches one with half the warps and two rounds, or with another release, in its place."""
+    for tile in (OneshotTile(16, 8, 16, 4), OneshotTile(8, 8, 16, 4, release="wait")):
+        table = table_of([cell(16384, 64, 16, tile)])
+        assert table.tile_for(Problem(16, 60, 16000)) == tile
 
 
 @settings(deadline=None)
