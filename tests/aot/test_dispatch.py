@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,6 +144,19 @@ def test_the_reference_table_is_the_published_rule(target: str, architecture: in
             key = reference(tokens, experts, hidden, target)
             wanted = published(tokens, experts, hidden, architecture)
             assert chosen(key) == wanted, f"M={tokens} N={experts} K={hidden} {target}"
+
+
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a", "sm_120a"])
+def test_targets_that_nobody_measured_follow_the_measured_table(target: str) -> None:
+    """Catches a table that is measured anew for one target and left behind for the others.
+
+    Its figures are of another GPU: the others' table has the same rules and none of them.
+    """
+    measured = load_table("default", Target.parse("sm_90a"))
+    other = load_table("default", Target.parse(target))
+    assert other.measured is None
+    assert "not measured on these targets" in other.source
+    assert other.rules == tuple(msgspec.structs.replace(r, measured=None) for r in measured.rules)
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_120a"])
