@@ -6,18 +6,15 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from .key import CompileKey
-from .plan import BuildPlan, manifest_targets, plan_keys
+from .plan import PROBE_MODEL, BuildPlan, manifest_targets, plan_keys
 from .problem import DType, Problem, Target
-from .search import PROBES, candidate_keys, probe_key
+from .search import candidate_keys, probe_keys
 
 if TYPE_CHECKING:
     from .layers import ArtifactSource
     from .manifest import Manifest
 
 __all__ = ["plan_candidates"]
-
-PROBE_MODEL = "measurements"
-"""Who asks for the probe kernels, where an artifact's models are listed."""
 
 
 def plan_candidates(
@@ -39,11 +36,10 @@ def plan_candidates(
     keys: dict[str, CompileKey] = {}
     models: dict[str, dict[str, None]] = {}
     for manifest, wanted in manifest_targets(manifests, targets):
+        for key in probe_keys(wanted):
+            keys[key.digest()] = key
+            models[key.digest()] = {PROBE_MODEL: None}
         for target in wanted:
-            for kind in PROBES:
-                key = probe_key(kind, target)
-                keys[key.digest()] = key
-                models[key.digest()] = {PROBE_MODEL: None}
             for router in manifest.routers:
                 if router.x_dtype is not DType.BF16:
                     continue

@@ -276,7 +276,7 @@ class GpuBench:
         if isinstance(found, Missing):
             raise NotFoundError(
                 f"the store lacks the kernel that measurements need: {found.message}",
-                hint=f"run: llbf16-aot build MANIFEST --candidates --target {lab.target}",
+                hint=f"run: llbf16-aot build MANIFEST --probes --target {lab.target}",
             )
         operand = self._operand(self._weights[0], self._source)
         return self._call(found, [operand] * CALLS, self._x)

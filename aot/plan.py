@@ -15,6 +15,7 @@ from .dispatch import dispatch, load_table
 from .errors import LibraryChosenError, TargetError, UnsupportedProblemError, UsageError
 from .key import CompileKey, check_target
 from .problem import Epilogue, Problem, Target
+from .search import probe_keys
 from .text import counted, numbers, short, table
 from .toolchain import COMPILE_OPTIONS, KNOWN_TARGETS, toolchain
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .manifest import Manifest
 
 __all__ = [
+    "PROBE_MODEL",
     "BuildPlan",
     "Coverage",
     "Need",
@@ -35,6 +37,10 @@ __all__ = [
     "plan_keys",
     "staleness",
 ]
+
+
+PROBE_MODEL = "measurements"
+"""Who asks for the probe kernels, where an artifact's models are listed."""
 
 
 class State(str, enum.Enum):
@@ -285,20 +291,24 @@ def plan_build(
     store: ArtifactSource,
     targets: Iterable[Target | str] = (),
     force: bool = False,
+    probes: bool = False,
 ) -> BuildPlan:
     """Decide what to compile so that the store serves all that the manifests can ask for.
 
     Reads the store, with its layers where it is a LayeredSource, and changes nothing. What the
     runtime would find first counts: an entry of a layer is kept, unless it is stale or the store
-    above it has one that is. `targets` take the place of the manifests' own; `force`
-    compiles what is fresh too. Each artifact stands once, however many routers ask for it. Raises
-    UsageError and its subclasses for bad input, UntrustedStoreError where the store is not to be
-    trusted.
+    above it has one that is. `targets` take the place of the manifests' own; `force` compiles what
+    is fresh too; `probes` adds the kernels that `bench` measures with. Each artifact stands once,
+    however many routers ask for it. Raises UsageError and its subclasses for bad input,
+    UntrustedStoreError where the store is not to be trusted.
     """
     needs: list[Need] = []
     keys: dict[str, CompileKey] = {}
     models: dict[str, list[str]] = {}
     for manifest, wanted in manifest_targets(manifests, targets):
+        for probe in probe_keys(wanted) if probes else ():
+            keys[probe.digest()] = probe
+            models[probe.digest()] = [PROBE_MODEL]
         for need, key in _needs(manifest, wanted):
             needs.append(need)
             if key is None:

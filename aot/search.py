@@ -37,6 +37,7 @@ __all__ = [
     "candidate_tiles",
     "key_for",
     "probe_key",
+    "probe_keys",
     "representative_tokens",
     "search_space",
     "tokens_span",
@@ -160,6 +161,13 @@ def key_for(tile: Tile, problem: Problem, target: Target) -> CompileKey:
 def probe_key(kind: Literal["producer", "empty"], target: Target) -> CompileKey:
     """The compile key of a probe kernel: what it writes is bf16, as x is."""
     return CompileKey.of(ProbeConfig(kind), Problem(1, 1, VECTOR_ELEMENTS, DType.BF16), target)
+
+
+def probe_keys(targets: Iterable[Target]) -> Iterator[CompileKey]:
+    """The keys of all probe kernels for these targets."""
+    for target in targets:
+        for kind in PROBES:
+            yield probe_key(kind, target)
 
 
 def representative_tokens(weight_dtype: DType) -> Mapping[int, tuple[int, int]]:

@@ -25,7 +25,13 @@ from .problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem
 from .search import search_space, tokens_span
 from .survey import SurveyCell, cell_key
 
-__all__ = ["format_table", "general_rules", "measured_rules", "write_table"]
+__all__ = [
+    "for_other_targets",
+    "format_table",
+    "general_rules",
+    "measured_rules",
+    "write_table",
+]
 
 Choice = Tile | LibraryTile
 
@@ -156,6 +162,43 @@ def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
             )
         )
     return (*rules, Rule(use=LibraryTile(), hidden=(first_hidden, MAX_HIDDEN)), Rule(use=BEYOND))
+
+
+def for_other_targets(table: Table) -> Table:
+    """The same rules for targets that nobody measured: without figures, with tiles that fit there.
+
+    A tile whose registers suffice on the measured target only gives way to the one most like it.
+    """
+    rules = []
+    for rule in table.rules:
+        use = rule.use
+        if isinstance(use, OneshotTile):
+            tokens = FEW_TOKENS if rule.tokens is None else rule.tokens[1]
+            hidden = HIDDEN_BANDS[-1] if rule.hidden is None else rule.hidden[1]
+            use = _portable(use, Problem(tokens, 1, hidden, weight_dtype=rule.weight_dtype))
+        rules.append(msgspec.structs.replace(rule, use=use, measured=None))
+    return msgspec.structs.replace(
+        table,
+        source=f"the rules that were measured for another target: {table.source}",
+        rules=tuple(rules),
+        measured=None,
+    )
+
+
+def _portable(use: OneshotTile, problem: Problem) -> Tile:
+    """This tile, or the one most like it whose registers suffice on every target."""
+    if oneshot.portable(oneshot.config_for(use, problem)):
+        return use
+    tokens, hidden, weight_dtype = problem.tokens, problem.hidden, problem.weight_dtype
+    rounds = _rounds(use, hidden, tokens)
+    like = [
+        tile
+        for tile in search_space(hidden, tokens, weight_dtype)
+        if isinstance(tile, OneshotTile) and oneshot.portable(oneshot.config_for(tile, problem))
+    ]
+    if not like:
+        return BEYOND if weight_dtype is DType.BF16 else use
+    return min(like, key=lambda tile: _unlike(tile, use, _rounds(tile, hidden, tokens), rounds))
 
 
 def format_table(table: Table) -> str:

@@ -180,13 +180,11 @@ class Splitk:
                 ring + TOKENS_TILE * config.row_pitch_bytes, full, empty,
                 tile0, count, hidden, thread - CONSUMERS, XT, True,
             )  # fmt: skip
-            cute.arch.cluster_wait()
         else:
             self._produce(
                 x, x_row_stride, token0, tokens, ring, full, empty,
                 tile0, count, hidden, thread - CONSUMERS - COPIERS, TOKENS_TILE, False,
             )  # fmt: skip
-            cute.arch.cluster_wait()
 
     @cute.jit
     def _produce(
@@ -209,10 +207,12 @@ class Splitk:
 
         A warp copies whole lines of one or two rows at a time. What lies past the last row or
         column becomes zeros and is not read.
+
+        No warp waits for another one of its block before it has left the cluster barrier: racecheck
+        of compute-sanitizer lets nobody out of that before every warp of the block has come to it.
         """
         config = self.config
         vectors = config.hidden_tile // VECTOR_ELEMENTS
-        step_bytes = config.hidden_tile * 2
         column = tile0 * config.hidden_tile + thread % vectors * VECTOR_ELEMENTS
         # Every address lies inside the tensor, those that nothing is read from too.
         first = Int64(cutlass.min(column, hidden - VECTOR_ELEMENTS)) * 2
@@ -226,6 +226,9 @@ class Splitk:
         place = computed_here(
             ring + thread // vectors * config.row_pitch_bytes + thread % vectors * VECTOR_BYTES
         )
+        if const_expr(not weights):
+            # Here, where x is waited for anyway.
+            cute.arch.cluster_wait()
         if const_expr(self.pdl and not weights):  # noqa: SIM102
             # Per thread: these threads, and no others, read x.
             # The branch, which every block with a K tile takes, keeps the addresses above it: the
@@ -233,33 +236,53 @@ class Splitk:
             if count > 0:
                 cute.arch.griddepcontrol_wait()
 
+        # The first round finds the ring empty.
+        first_round = cutlass.min(count, config.stages)
+        for i in cutlass.range(first_round, unroll=1):
+            self._copy(addresses, sizes, place, i, i, column, hidden, weights)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
+        if const_expr(weights):
+            # Behind the copies that are needed first.
+            self._prefetch(source, row_stride, row0, rows, tile0, count, hidden, thread)
+            cute.arch.cluster_wait()
         stage = Int32(0)
-        phase = Int32(1)
-        for i in cutlass.range(count, unroll=1):
-            # The first round finds the ring empty.
-            if i >= config.stages:
-                cute.arch.mbarrier_wait(empty + stage, phase)
-            inside = column + i * config.hidden_tile < hidden
-            step = Int64(i * step_bytes if inside else 0)
-            for n in cutlass.range_constexpr(len(addresses)):
-                inline_ptx(
-                    _COPY_WEIGHT if weights else _COPY_X,
-                    read_only_args=[
-                        place
-                        + stage * config.stage_bytes
-                        + n * (COPIERS // vectors) * config.row_pitch_bytes,
-                        addresses[n] + step,
-                        sizes[n] if inside else Int32(0),
-                    ],
-                )
+        phase = Int32(0)
+        for i in cutlass.range(first_round, count, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            self._copy(addresses, sizes, place, stage, i, column, hidden, weights)
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-            if const_expr(weights):  # noqa: SIM102
-                if i == config.stages - 1:
-                    self._prefetch(source, row_stride, row0, rows, tile0, count, hidden, thread)
             stage = stage + 1
             if stage == config.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+
+    @cute.jit
+    def _copy(
+        self,
+        addresses: list[Int64],
+        sizes: list[Int32],
+        place: Int32,
+        stage: Int32,
+        tile: Int32,
+        column: Int32,
+        hidden: Int32,
+        weights: cutlass.Constexpr[bool],
+    ) -> None:
+        """Start this thread's copies of one K tile into a stage."""
+        config = self.config
+        rows_apart = COPIERS * VECTOR_ELEMENTS // config.hidden_tile
+        inside = column + tile * config.hidden_tile < hidden
+        step = Int64(tile * (config.hidden_tile * 2) if inside else 0)
+        base = place + stage * config.stage_bytes
+        for n in cutlass.range_constexpr(len(addresses)):
+            inline_ptx(
+                _COPY_WEIGHT if weights else _COPY_X,
+                read_only_args=[
+                    base + n * rows_apart * config.row_pitch_bytes,
+                    addresses[n] + step,
+                    sizes[n] if inside else Int32(0),
+                ],
+            )
 
     @cute.jit
     def _prefetch(

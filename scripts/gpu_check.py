@@ -26,7 +26,7 @@ REPEATS = 100
 REPLAYS = 20
 GRAPH_CALLS = 1_000
 ENDURANCE_REPLAYS = 1_000
-SANITIZER_TIMEOUT_S = 120
+SANITIZER_TIMEOUT_S = 45
 
 
 def check_grid(report: Report, runs: dict[str, Run]) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "check",
     "config_for",
     "geometry",
+    "portable",
 ]
 
 BLOCK_ELEMENTS = 4 * VECTOR_ELEMENTS
@@ -58,6 +59,9 @@ MAX_STATIC_SHARED_BYTES = 48 * 1024
 
 REGISTER_FILE = 65_536
 """32-bit registers of an SM on every supported architecture."""
+
+OTHER_REGISTERS = 40
+"""Registers of a thread for all but vectors: addresses, sums, predicates."""
 
 Release = Literal["start", "wait"]
 """When a block lets the next kernel in the stream start: at its own start, or behind its wait on
@@ -214,7 +218,7 @@ def check(config: OneshotConfig) -> None:
             f"with {config.vectors} vectors, at most {MAX_ROUNDS} are unrolled"
         )
     registers = _vector_registers(config)
-    available = min(MAX_VECTOR_REGISTERS, REGISTER_FILE // (config.warps * 32) - 40)
+    available = min(MAX_VECTOR_REGISTERS, REGISTER_FILE // (config.warps * 32) - OTHER_REGISTERS)
     if registers > available:
         raise ConfigError(
             f"oneshot: {config.vectors} vectors a row and {config.tokens} tokens take {registers} "
@@ -225,6 +229,16 @@ def check(config: OneshotConfig) -> None:
             f"oneshot: {config.warps} warps with {config.tokens} tokens take {config.shared_bytes} "
             f"bytes of static shared memory, a block has at most {MAX_STATIC_SHARED_BYTES}"
         )
+
+
+def portable(config: OneshotConfig) -> bool:
+    """Whether a configuration that passes `check` leaves registers free on every target.
+
+    A block's registers are given out for four warps at a time. What `check` lets through beyond
+    that the compiler fits in for one target, and spills for another (seen for sm_100a and sm_120a).
+    """
+    warps = -(-config.warps // 4) * 4
+    return _vector_registers(config) <= REGISTER_FILE // (warps * 32) - OTHER_REGISTERS
 
 
 def _vector_registers(config: OneshotConfig) -> int:

@@ -53,6 +53,7 @@ def _plan_options(function: Function) -> Function:
         "llbf16-aot build dsv4",
         "llbf16-aot build my-routers.yaml --target sm_90a --store /opt/kernels",
         "llbf16-aot build dsv4 --dry-run",
+        "llbf16-aot build dsv4 --probes --target sm_90a",
         "llbf16-aot build all-routers --candidates --target sm_90a",
     ),
     variables=(*STORE_VARIABLES, "LLBF16_AOT_JOBS", "LLBF16_AOT_COMPILE_TIMEOUT_S"),
@@ -71,6 +72,11 @@ def _plan_options(function: Function) -> Function:
     help="Compile every tile that `tune` measures for these routers, not what a table chooses.",
 )
 @backend_option
+@click.option(
+    "--probes",
+    is_flag=True,
+    help="Compile the two kernels that `bench` measures with, too; --candidates always does.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
 @click.option("--no-progress", is_flag=True, help="Show no progress line on the terminal.")
 @common_options
@@ -86,6 +92,7 @@ def build_command(
     jobs: int | None,
     candidates: bool,
     backends: tuple[str, ...],
+    probes: bool,
     dry_run: bool,
     no_progress: bool,
 ) -> None:
@@ -112,6 +119,7 @@ def build_command(
         force=force,
         candidates=candidates,
         backends=backends,
+        probes=probes,
     )
     if not candidates:
         _warn_of_other_tuning(output, loaded)
@@ -188,6 +196,7 @@ def _plan(
     force: bool,
     candidates: bool = False,
     backends: tuple[str, ...] = (),
+    probes: bool = False,
 ) -> tuple[tuple[Manifest, ...], BuildPlan]:
     from ..candidates import plan_candidates
     from ..manifest import Manifest
@@ -198,7 +207,9 @@ def _plan(
         return manifests, plan_candidates(
             *manifests, store=source, targets=targets, force=force, backends=backends
         )
-    return manifests, plan_build(*manifests, store=source, targets=targets, force=force)
+    return manifests, plan_build(
+        *manifests, store=source, targets=targets, force=force, probes=probes
+    )
 
 
 def _source(store: Store, layers: tuple[Store, ...]) -> ArtifactSource:

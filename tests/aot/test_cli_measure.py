@@ -297,6 +297,24 @@ def test_a_run_of_some_backends_measures_no_other(run: Run, world: Path) -> None
     assert "no tile fits" in none.err
 
 
+def test_a_build_with_probes_is_all_that_bench_needs(
+    run: Run, world: Path, lab: PricedDriver
+) -> None:
+    """Catches a benchmark of one's own routers that asks for hours of candidates first."""
+
+    def backends(*options: str) -> list[str]:
+        ran = run("build", "measured.yaml", "--json", "--dry-run", *options)
+        assert ran.code == 0, ran.err
+        return [item["key"]["config"]["backend"] for item in ran.data["artifacts"]]  # type: ignore[attr-defined]
+
+    plain, with_probes = backends(), backends("--probes")
+    assert "probe" not in plain
+    assert sorted(with_probes) == sorted([*plain, "probe", "probe"])
+    ran = run("build", "measured.yaml", "--probes")
+    assert ran.code == 0, ran.err
+    assert "3 of 3 problems covered" in ran.out
+
+
 def test_candidates_of_some_backends_are_built_alone(
     run: Run, world: Path, lab: PricedDriver
 ) -> None:

@@ -186,8 +186,9 @@ def test_splitk_copies_weights_without_a_wait_and_x_behind_one(
     wait = ptx.index("griddepcontrol.wait")
     copies = [match.start() for match in re.finditer(r"cp\.async\.cg", ptx)]
     rows_at_once = 64 * 8 // config.hidden_tile
-    assert sum(1 for place in copies if place < wait) == config.experts_tile // rows_at_once
-    assert sum(1 for place in copies if place > wait) == 16 // rows_at_once
+    # Each copy stands in the loop of the first round and in that of all others.
+    assert sum(1 for place in copies if place < wait) == 2 * config.experts_tile // rows_at_once
+    assert sum(1 for place in copies if place > wait) == 2 * 16 // rows_at_once
     assert ptx.count("griddepcontrol.wait") == 1
     assert ptx.count("cp.async.bulk.prefetch.L2") == 1
     assert ptx.index("cp.async.bulk.prefetch.L2") < wait
@@ -207,7 +208,24 @@ def test_x_is_asked_for_right_behind_the_wait(
     lines = sass_of(compiled(config, target).cubin, tmp_path)
     wait = next(i for i, line in enumerate(lines) if "ACQBULK" in line)
     first = next(i for i, line in enumerate(lines) if i > wait and "LDG" in line)
-    assert first - wait <= 60
+    assert first - wait <= 40
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if isinstance(c, SplitkConfig)], ids=_name)
+def test_no_warp_of_splitk_waits_for_another_before_it_has_left_the_cluster_barrier(
+    config: SplitkConfig, compiled: CompileFn
+) -> None:
+    """Catches a hang under racecheck, which lets nobody out before every warp of a block is there.
+
+    Three kinds of warps each leave the barrier once, and wait on mbarriers only behind it: those
+    that multiply, those that copy weights, those that copy x, in this order in the PTX.
+    """
+    ptx = compiled(config, "sm_90a").ptx.decode()
+    parts = [part.count("mbarrier.try_wait") for part in ptx.split("barrier.cluster.wait")]
+    assert len(parts) == 4
+    assert parts[0] == 0
+    assert parts[1] > 1
+    assert parts[2:] == [1, 1]
 
 
 @pytest.mark.parametrize("target", TARGETS)
