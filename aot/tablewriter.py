@@ -21,7 +21,7 @@ from .backends import (
 )
 from .dispatch import TABLE_SCHEMA, Figures, LibraryTile, Origin, Rule, Table
 from .errors import ConfigError, UsageError
-from .problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem
+from .problem import FEW_TOKENS, MAX_EXPERTS, DType, Problem
 from .search import search_space, tokens_span
 from .survey import SurveyCell, cell_key
 
@@ -132,7 +132,7 @@ def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
     """
     cells = [cell for cell in cells if cell.weight_dtype is DType.BF16]
     if not cells:
-        return (Rule(use=BEYOND),)
+        return (Rule(use=LibraryTile()),)
     rules = [Rule(use=LibraryTile(), experts=(EXPERTS_BANDS[-1] + 1, MAX_EXPERTS))]
     reach = max(cell.hidden for cell in cells)
     first_hidden = 1
@@ -161,7 +161,7 @@ def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
                 hidden=(first_hidden, BEYOND_HIDDEN),
             )
         )
-    return (*rules, Rule(use=LibraryTile(), hidden=(first_hidden, MAX_HIDDEN)), Rule(use=BEYOND))
+    return (*rules, Rule(use=LibraryTile()))
 
 
 def for_other_targets(table: Table) -> Table:

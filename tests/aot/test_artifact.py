@@ -64,6 +64,7 @@ def test_a_record_is_readable_by_any_json_reader() -> None:
         "split_k": 6,
         "stages": 4,
         "experts_tile": 16,
+        "hidden_tile": 256,
     }
     assert data["launch"]["params"][0] == {
         "kind": "pointer",

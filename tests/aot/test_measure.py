@@ -174,7 +174,7 @@ def test_what_the_store_lacks_is_told_with_the_build_that_mends_it(
     lab, _, _ = make_lab(monkeypatch, [], lambda key, config: 1.0)
     with pytest.raises(NotFoundError, match="measurements need") as caught:
         lab.bench(256, 8, 3).settle(7)
-    assert "build MANIFEST --candidates --target sm_90a" in caught.value.hint
+    assert "build MANIFEST --probes --target sm_90a" in caught.value.hint
 
 
 def test_weights_are_shared_by_the_cells_of_a_shape_and_given_up_after(

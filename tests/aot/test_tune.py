@@ -79,7 +79,7 @@ def test_routers_with_fp32_weights_are_tuned_over_their_own_families(
     table = write_table([cell], header_of(lab).origin, name="mine", target="sm_90a")
     problem = Problem(tokens, EXPERTS, HIDDEN, weight_dtype=DType.FP32)
     assert dispatch(problem, SM_90A, table) == key
-    assert table.tile_for(Problem(tokens, EXPERTS, HIDDEN)) == SplitkTile()
+    assert table.tile_for(Problem(tokens, EXPERTS, HIDDEN)) == LibraryTile()
 
 
 def test_cells_of_one_shape_and_type_of_weights_follow_each_other(
