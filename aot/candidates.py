@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
+from .errors import UsageError
 from .key import CompileKey
 from .plan import PROBE_MODEL, BuildPlan, manifest_targets, plan_keys
 from .problem import DType, Problem, Target
@@ -58,4 +59,9 @@ def plan_candidates(
                     digest = key.digest()
                     keys[digest] = key
                     models.setdefault(digest, {})[router.model] = None
+    if backends and all(asked == {PROBE_MODEL: None} for asked in models.values()):
+        raise UsageError(
+            f"no candidate of {', '.join(backends)} for these manifests",
+            hint="name other kernel families, or leave out --backend",
+        )
     return plan_keys(keys, models, manifests, store=store, force=force, needs=())

@@ -104,7 +104,9 @@ class SurveyCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.cublas
 
 
-class SurveyHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SurveyHeader(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """Where the figures come from, and the digests of the kernel sources that they speak of.
 
     `backends` names the families that were tried, where not all were.
@@ -151,13 +153,15 @@ def choose(
 
     Of tiles that cannot be told apart (within TIE of the fastest) `preferred` wins, which is what
     the cell with one token less took: fewer artifacts then serve more cells. Never a tile that is
-    slower than the library.
+    slower than the library, or whose lead is less than its figures lie apart.
     """
     limit = min(timing.us for timing in library.values())
     right = [
         trial
         for trial in trials
-        if trial.full is not None and not trial.rejected and trial.full.us < limit
+        if trial.full is not None
+        and not trial.rejected
+        and trial.full.us + trial.full.spread_us < limit
     ]
     if not right:
         return LibraryTile()

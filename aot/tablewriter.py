@@ -14,7 +14,6 @@ from .backends import (
     BACKENDS,
     DotprodTile,
     OneshotTile,
-    SplitkTile,
     Tile,
     backend_name,
     oneshot,
@@ -46,23 +45,24 @@ EXPERTS_BANDS = (64, 192, 448, 1024, 2048)
 
 TOKENS_BANDS = ((1, 4), (5, 8), (9, 16), (17, 32), (33, FEW_TOKENS))
 
-BEYOND = SplitkTile(8, 3, experts_tile=32)
-"""For K beyond the bands: the one family that takes any K at run time, in the setting that was the
-fastest of it at K 32768."""
-
-BEYOND_TOKENS, BEYOND_EXPERTS, BEYOND_HIDDEN = 16, 256, 32768
-"""As far as it was faster than the library there; all else that is beyond is the library's."""
-
 
 class _Span(NamedTuple):
     tokens: tuple[int, int]
     use: Choice
 
 
-def write_table(cells: Iterable[SurveyCell], origin: Origin, *, name: str, target: str) -> Table:
+def write_table(
+    cells: Iterable[SurveyCell],
+    origin: Origin,
+    *,
+    name: str,
+    target: str,
+    backends: Sequence[str] = (),
+) -> Table:
     """The tuning table of measured cells: one rule for each that was measured, then general ones.
 
-    Every measured cell dispatches to what was chosen for it. Raises UsageError without cells.
+    Every measured cell dispatches to what was chosen for it. `backends` names the families that
+    were tried, where not all were: the table's source says so. Raises UsageError without cells.
     """
     ordered = sorted(cells, key=cell_key)
     if not ordered:
@@ -78,12 +78,13 @@ def write_table(cells: Iterable[SurveyCell], origin: Origin, *, name: str, targe
             f"library takes the rest and all above {EXPERTS_BANDS[-1]} experts"
         )
     library = sum(isinstance(cell.use, LibraryTile) for cell in ordered)
+    tried = f", of kernels only {' and '.join(backends)} were tried" if backends else ""
     return Table(
         schema=TABLE_SCHEMA,
         name=name,
         source=(
             f"measured for {target} in {len(ordered)} cells of {shapes} shapes, of which the "
-            f"library is faster in {library}; {others}"
+            f"library is faster in {library}{tried}; {others}"
         ),
         rules=(*measured_rules(ordered), *general_rules(ordered)),
         measured=origin,
@@ -152,22 +153,14 @@ def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
             for span in spans
         ]
         first_hidden = hidden + 1
-    if first_hidden <= BEYOND_HIDDEN:
-        rules.append(
-            Rule(
-                use=BEYOND,
-                tokens=(1, BEYOND_TOKENS),
-                experts=(1, BEYOND_EXPERTS),
-                hidden=(first_hidden, BEYOND_HIDDEN),
-            )
-        )
     return (*rules, Rule(use=LibraryTile()))
 
 
 def for_other_targets(table: Table) -> Table:
-    """The same rules for targets that nobody measured: without figures, with tiles that fit there.
+    """The same rules for targets that nobody measured, without figures.
 
-    A tile whose registers suffice on the measured target only gives way to the one most like it.
+    A tile of `oneshot` whose registers suffice on the measured target only gives way to the one
+    most like it.
     """
     rules = []
     for rule in table.rules:
@@ -185,8 +178,8 @@ def for_other_targets(table: Table) -> Table:
     )
 
 
-def _portable(use: OneshotTile, problem: Problem) -> Tile:
-    """This tile, or the one most like it whose registers suffice on every target."""
+def _portable(use: OneshotTile, problem: Problem) -> Choice:
+    """This tile, or the one most like it whose registers suffice on every target; or none."""
     if oneshot.portable(oneshot.config_for(use, problem)):
         return use
     tokens, hidden, weight_dtype = problem.tokens, problem.hidden, problem.weight_dtype
@@ -197,7 +190,7 @@ def _portable(use: OneshotTile, problem: Problem) -> Tile:
         if isinstance(tile, OneshotTile) and oneshot.portable(oneshot.config_for(tile, problem))
     ]
     if not like:
-        return BEYOND if weight_dtype is DType.BF16 else use
+        return LibraryTile()
     return min(like, key=lambda tile: _unlike(tile, use, _rounds(tile, hidden, tokens), rounds))
 
 
@@ -273,12 +266,12 @@ def _general(
     return _fitted(nearest.use, nearest.hidden, hidden, tokens[1])
 
 
-def _fitted(use: Tile, measured_hidden: int, hidden: int, tokens: int) -> Tile:
-    """A tile like this one whose registers hold this K, which is the largest that it will see."""
+def _fitted(use: Tile, measured_hidden: int, hidden: int, tokens: int) -> Choice:
+    """A tile like this one whose registers hold this K, the largest that it will see; or none."""
     if isinstance(use, OneshotTile):
         like = [tile for tile in search_space(hidden, tokens) if isinstance(tile, OneshotTile)]
         if not like:
-            return BEYOND
+            return LibraryTile()
         if hidden == measured_hidden and use in like:
             return use
         rounds = _rounds(use, measured_hidden, tokens)
@@ -289,7 +282,7 @@ def _fitted(use: Tile, measured_hidden: int, hidden: int, tokens: int) -> Tile:
         try:
             backend.check(backend.config_for(use, problem))
         except ConfigError:
-            return BEYOND
+            return LibraryTile()
     return use
 
 

@@ -100,7 +100,7 @@ def tune_cell(
     finalists = _finalists(bench, trials, calls, preferred)
     library = bench.library()
     full, rest = _full(bench, {tile: calls[tile] for tile in finalists}, library)
-    near = min(sample.us for sample in full.values()) * NEAR
+    near = min((sample.us for sample in full.values()), default=0.0) * NEAR
     for tile, sample in full.items():
         by_way = _other_ways(bench, calls[tile]) if sample.us <= near else {}
         trials[tile] = SurveyTrial(

@@ -161,7 +161,7 @@ class Splitk:
                 cute.arch.mbarrier_init(empty + s, CONSUMERS)
             cute.arch.mbarrier_init(received, 1)
             cute.arch.mbarrier_init_fence()
-        # For the own block's warps; the cluster's other blocks are waited for only before sending.
+        # For the own block's warps; the cluster's other blocks are waited for later.
         cute.arch.sync_threads()
         if thread == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(received, mine * (S * 4))
@@ -208,8 +208,8 @@ class Splitk:
         A warp copies whole lines of one or two rows at a time. What lies past the last row or
         column becomes zeros and is not read.
 
-        No warp waits for another one of its block before it has left the cluster barrier: racecheck
-        of compute-sanitizer lets nobody out of that before every warp of the block has come to it.
+        No warp waits for another one of its block between arriving at the cluster barrier and
+        leaving it: racecheck of compute-sanitizer hung where producers left it at their end.
         """
         config = self.config
         vectors = config.hidden_tile // VECTOR_ELEMENTS

@@ -5,7 +5,7 @@
 #   scripts/bench_kernels.sh --store STORE [--wheels DIR] [--python PYTHON] [--out-dir DIR] [--commit SHA] \
 #     [MANIFEST... [OPTION...]]
 #
-# STORE      a folder, or a tar archive of its contents, filled by `llbf16-aot build MANIFEST`
+# STORE      a folder, or a tar archive of its contents, filled by `llbf16-aot build MANIFEST --probes`
 # --wheels   wheels of llbf16-aot and of what it needs and this machine lacks; installed into a
 #            temporary folder. Without it the package must be importable.
 # --out-dir  where h200_kernels.json, .svg and .txt go (default: docs/results)

@@ -23,8 +23,11 @@ MODELS = {
 }
 """Routers of real models: hidden size and experts."""
 
-EDGES = {f"edge-{k}-{n}": (k, n) for k in (2304, 2880) for n in (7, 32, 160, 264)}
-"""Sizes that divide by no tile."""
+EDGES = {
+    **{f"edge-{k}-{n}": (k, n) for k in (2304, 2880) for n in (7, 32, 160, 264)},
+    **{f"edge-{k}-{n}": (k, n) for k, n in ((8, 7), (520, 32))},
+}
+"""Sizes that divide by no tile; K so small that blocks of a cluster have none of it."""
 
 SHAPES = tuple(dict.fromkeys((MODELS | EDGES).values()))
 

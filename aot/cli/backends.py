@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def parse_backends(names: tuple[str, ...]) -> tuple[str, ...]:
-    """These families, each once; raises UsageError naming one that no router is served by."""
+    """These families, each once, or none where all are; raises UsageError for an unknown one."""
     from ..backends import BACKENDS
 
     families = [name for name in BACKENDS if name != "probe"]
@@ -27,7 +27,8 @@ def parse_backends(names: tuple[str, ...]) -> tuple[str, ...]:
                 f"--backend is {name!r}, must be one of {', '.join(families)}",
                 hint="leave it out for all" if meant is None else f"did you mean {meant}?",
             )
-    return tuple(dict.fromkeys(names))
+    # All of them are what is tried without the option.
+    return () if set(names) == set(families) else tuple(dict.fromkeys(names))
 
 
 def backend_option(function: Function) -> Function:

@@ -85,7 +85,7 @@ def tune_command(
     if resume and report_path is None:
         raise UsageError("--resume without --report", hint="name the report to go on with")
     loaded = _manifests(manifests)
-    wanted = _cells(loaded, tokens)
+    wanted = _cells(loaded, tokens, backends)
     for path in (table_path, report_path) if wanted else ():
         if path is not None:
             check_writable(path)
@@ -100,7 +100,13 @@ def tune_command(
         run.cells[cell_key(cell)] = cell
     survey = run.save()
     header = survey.header
-    table = write_table(survey.cells, header.origin, name=name, target=header.target)
+    table = write_table(
+        survey.cells,
+        header.origin,
+        name=name,
+        target=header.target,
+        backends=header.backends,
+    )
     text = format_table(table)
     if table_path is not None:
         try:
@@ -138,6 +144,7 @@ class _Run:
     def take_over(self) -> None:
         """Read the report, and keep its cells if they speak of the kernels that are installed."""
         from ..backends import BACKENDS
+        from ..errors import UsageError
         from ..key import kernel_source_digest
         from ..survey import cell_key, read_survey
 
@@ -149,8 +156,11 @@ class _Run:
             self._output.warn(f"{self._report_path} is of other kernels: measuring all cells anew")
             return
         if survey.header.backends != tuple(sorted(self._backends)):
-            self._output.warn(f"{self._report_path} is of other backends: measuring all cells anew")
-            return
+            before = ", ".join(survey.header.backends) or "all families"
+            raise UsageError(
+                f"{self._report_path} is of a run over {before}",
+                hint="name another report, or leave out --resume",
+            )
         self._header = survey.header
         self.known = {cell_key(cell): cell for cell in survey.cells}
         # What is not wanted this time is kept: reports grow, manifest by manifest.
@@ -198,8 +208,9 @@ class _Run:
 
         if self._header is None:
             raise UsageError(
-                "nothing to measure: the manifests have no router with these tokens",
-                hint="name other manifests, or leave out --tokens",
+                "nothing to measure: the manifests have no router with these tokens, or no family "
+                "that was named has a tile for one",
+                hint="name other manifests, or leave out --tokens and --backend",
             )
         cells = tuple(sorted(self.cells.values(), key=cell_key))
         survey = Survey(schema=SURVEY_SCHEMA, header=self._header, cells=cells)
@@ -214,9 +225,15 @@ def _manifests(names: tuple[str, ...]) -> tuple[Manifest, ...]:
     return tuple(Manifest.load(name) for name in names)
 
 
-def _cells(manifests: Iterable[Manifest], tokens: tuple[int, ...] | None) -> tuple[CellKey, ...]:
-    """What the manifests' routers ask to measure, without those whose x is fp32."""
-    from ..problem import DType
+def _cells(
+    manifests: Iterable[Manifest], tokens: tuple[int, ...] | None, backends: tuple[str, ...]
+) -> tuple[CellKey, ...]:
+    """What the manifests' routers ask to measure, as far as these families have a tile for it.
+
+    Without routers whose x is fp32.
+    """
+    from ..problem import DType, Problem
+    from ..search import candidate_tiles
     from ..survey import CellKey
     from ..tune import measured_tokens
 
@@ -227,7 +244,10 @@ def _cells(manifests: Iterable[Manifest], tokens: tuple[int, ...] | None) -> tup
                 continue
             counts = router.tokens if tokens is None else set(router.tokens) & set(tokens)
             for count in measured_tokens(counts, router.weight_dtype):
-                found[CellKey(router.hidden, router.experts, router.weight_dtype, count)] = None
+                one = CellKey(router.hidden, router.experts, router.weight_dtype, count)
+                problem = Problem(count, one.experts, one.hidden, weight_dtype=one.weight_dtype)
+                if candidate_tiles(problem, backends):
+                    found[one] = None
     return tuple(sorted(found))
 
 

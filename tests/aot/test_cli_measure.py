@@ -12,13 +12,14 @@ from fake_gpu import artifact_for
 from fake_lab import SM_90A, PricedDriver, candidates, make_lab
 from llbf16_aot import builder, measure, survey, tune
 from llbf16_aot.artifact import Artifact
-from llbf16_aot.backends import DotprodConfig, OneshotConfig
+from llbf16_aot.backends import DotprodConfig, OneshotConfig, OneshotTile
 from llbf16_aot.cli.tokens import parse_tokens
-from llbf16_aot.dispatch import load_table, warmup_keys
+from llbf16_aot.dispatch import LibraryTile, load_table, warmup_keys
 from llbf16_aot.driver import LaunchConfig
 from llbf16_aot.errors import DriverError, UsageError
 from llbf16_aot.key import CompileKey
 from llbf16_aot.problem import DType, Problem
+from llbf16_aot.search import probe_keys
 from llbf16_aot.survey import CellKey
 from test_cli import Ran, Run, golden, run, world
 
@@ -289,16 +290,33 @@ def test_a_run_of_some_backends_measures_no_other(run: Run, world: Path) -> None
     assert tried == {"splitk"}  # no tile of dotprod is worth trying at this K
     assert [cell["config"] for cell in some.data["cells"]] == ["splitk(6,4,16,256)"]  # type: ignore[attr-defined]
 
+    written = (world / "report.json").read_bytes()
     again = run(*arguments, "--resume")
-    assert "report.json is of other backends: measuring all cells anew" in again.err
-    assert again.err.count("K=256") == 1
+    assert (again.code, again.out) == (2, "")
+    assert "report.json is of a run over dotprod, splitk" in again.err
+    assert (world / "report.json").read_bytes() == written
     none = run("tune", "measured.yaml", "--backend", "fp32")
-    assert none.code == 3
-    assert "no tile fits" in none.err
+    assert none.code == 2
+    assert "no family that was named has a tile for one" in none.err
+
+
+@pytest.mark.usefixtures("lab")
+def test_a_table_of_some_backends_has_no_tile_of_another_and_says_so(run: Run, world: Path) -> None:
+    """Catches a general rule that falls back to a family that was not tried."""
+    ran = run("tune", "measured.yaml", "--backend", "oneshot", "--out", "table.json")
+    assert ran.code == 0, ran.err
+    table = load_table(str(world / "table.json"), SM_90A)
+    uses = {type(rule.use) for rule in table.rules}
+    assert uses == {OneshotTile, LibraryTile}
+    assert "of kernels only oneshot were tried" in table.source
+    every = ("dotprod", "splitk", "oneshot", "fp32", "bf16x3")
+    named = (word for name in every for word in ("--backend", name))
+    assert run("tune", "measured.yaml", *named, "--out", "all.json").code == 0
+    assert "were tried" not in load_table(str(world / "all.json"), SM_90A).source
 
 
 def test_a_build_with_probes_is_all_that_bench_needs(
-    run: Run, world: Path, lab: PricedDriver
+    run: Run, world: Path, lab: PricedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a benchmark of one's own routers that asks for hours of candidates first."""
 
@@ -310,9 +328,13 @@ def test_a_build_with_probes_is_all_that_bench_needs(
     plain, with_probes = backends(), backends("--probes")
     assert "probe" not in plain
     assert sorted(with_probes) == sorted([*plain, "probe", "probe"])
-    ran = run("build", "measured.yaml", "--probes")
+    keys = warmup_keys([(256, 8)], (1, 2, 3), target=SM_90A, tuning="reference")
+    held = map(artifact_for, (*keys, *probe_keys([SM_90A])))
+    found, _, _ = make_lab(monkeypatch, held, price)
+    monkeypatch.setattr(measure, "GpuLab", lambda store: found)
+    ran = run("bench", "measured.yaml")
     assert ran.code == 0, ran.err
-    assert "3 of 3 problems covered" in ran.out
+    assert "geometric mean over 3 cells" in ran.out
 
 
 def test_candidates_of_some_backends_are_built_alone(
@@ -323,9 +345,13 @@ def test_candidates_of_some_backends_are_built_alone(
     assert ran.code == 0, ran.err
     built = {a["key"]["config"]["backend"] for a in ran.data["artifacts"]}  # type: ignore[attr-defined]
     assert built == {"splitk", "probe"}
-    ran = run("build", "measured.yaml", "--backend", "splitk")
-    assert (ran.code, ran.out) == (2, "")
-    assert "--backend without --candidates" in ran.err
+    for options, wrong in (
+        (("--backend", "splitk"), "--backend without --candidates"),
+        (("--backend", "fp32", "--candidates"), "no candidate of fp32 for these manifests"),
+    ):
+        ran = run("build", "measured.yaml", *options)
+        assert (ran.code, ran.out) == (2, "")
+        assert wrong in ran.err
 
 
 @pytest.mark.parametrize("command", [("build", "--candidates"), ("tune",)])

@@ -44,7 +44,7 @@ from llbf16_aot.errors import (
 )
 from llbf16_aot.key import CompileKey
 from llbf16_aot.problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem, Target
-from llbf16_aot.tablewriter import BEYOND, for_other_targets, format_table
+from llbf16_aot.tablewriter import for_other_targets, format_table
 
 UPDATE = os.environ.get("LLBF16_AOT_UPDATE_GOLDEN") == "1"
 
@@ -192,7 +192,7 @@ def test_a_tile_that_fits_only_the_measured_target_gives_way_to_one_like_it() ->
     assert given_way.experts_tile == tight.experts_tile
     assert oneshot.portable(oneshot.config_for(given_way, Problem(24, 1, 4096)))
     # No tile of `oneshot` holds this K with so many tokens elsewhere.
-    assert other[1].use == BEYOND
+    assert other[1].use == LibraryTile()
     assert other[2:] == (Rule(use=fits, tokens=(1, 8), hidden=(7168, 7168)), rules[3])
 
 

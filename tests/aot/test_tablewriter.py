@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llbf16_aot.backends import DotprodTile, OneshotTile, Tile
+from llbf16_aot.backends import DotprodTile, OneshotTile, Tile, dotprod, works
 from llbf16_aot.dispatch import LibraryTile, Origin, Table, dispatch, load_table
 from llbf16_aot.errors import LibraryChosenError, UsageError
 from llbf16_aot.problem import FEW_TOKENS, MAX_EXPERTS, MAX_HIDDEN, DType, Problem, Target
 from llbf16_aot.search import representative_tokens, search_space, tokens_span
 from llbf16_aot.survey import SurveyCell, SurveyTiming, SurveyTrial
 from llbf16_aot.tablewriter import (
-    BEYOND,
     EXPERTS_BANDS,
     HIDDEN_BANDS,
     LARGE_BANDS,
+    TOKENS_BANDS,
     format_table,
     write_table,
 )
@@ -133,10 +133,12 @@ def test_general_rules_hold_at_the_ends_of_their_ranges(use: Tile) -> None:
                 try:
                     dispatch(Problem(tokens, experts, hidden), SM_90A, table).check()
                 except LibraryChosenError:
-                    beyond = hidden > HIDDEN_BANDS[-1] and (
-                        hidden > 32768 or experts > 256 or tokens > 16
-                    )
-                    assert experts > EXPERTS_BANDS[-1] or beyond
+                    if experts <= EXPERTS_BANDS[-1] and hidden <= HIDDEN_BANDS[-1]:
+                        # Only where the tile cannot be fitted: a row beyond a thread's registers.
+                        end = min(band for band in HIDDEN_BANDS if band >= hidden)
+                        last = min(span[1] for span in TOKENS_BANDS if span[1] >= tokens)
+                        assert isinstance(use, DotprodTile)
+                        assert not works(dotprod.config_for(use, Problem(last, 1, end)))
 
 
 def test_a_large_k_has_rules_of_its_own_only_where_it_was_measured() -> None:
@@ -146,8 +148,7 @@ def test_a_large_k_has_rules_of_its_own_only_where_it_was_measured() -> None:
     without, with_large = table_of([small]), table_of([small, large])
     for hidden in LARGE_BANDS:
         few, many = Problem(8, 64, hidden), Problem(33, 64, hidden)
-        assert without.tile_for(few) == BEYOND
-        assert without.tile_for(many) == LibraryTile()
+        assert without.tile_for(few) == without.tile_for(many) == LibraryTile()
         measured = isinstance(with_large.tile_for(few), OneshotTile)
         assert measured == (hidden <= large.hidden)
     problem = Problem(8, 64, 32776)
