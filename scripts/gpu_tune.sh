@@ -9,7 +9,7 @@
 #            temporary folder. Without it the package must be importable.
 # --out-dir  where tuning.json, the table sm_90.json and overview.txt go (default: docs/results/tuning).
 #            A tuning.json that is there already is gone on with.
-# All else is passed on to `llbf16-aot tune`: manifests, --tokens, --name.
+# All else is passed on to `llbf16-aot tune`: manifests, --tokens, --backend (with an --out-dir of its own), --name.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
