@@ -59,7 +59,7 @@ def plan_candidates(
                     digest = key.digest()
                     keys[digest] = key
                     models.setdefault(digest, {})[router.model] = None
-    if backends and all(asked == {PROBE_MODEL: None} for asked in models.values()):
+    if backends and not any(key.backend in backends for key in keys.values()):
         raise UsageError(
             f"no candidate of {', '.join(backends)} for these manifests",
             hint="name other kernel families, or leave out --backend",

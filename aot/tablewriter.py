@@ -10,18 +10,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from .backends import (
-    BACKENDS,
-    DotprodTile,
-    OneshotTile,
-    Tile,
-    backend_name,
-    oneshot,
-)
+from .backends import DotprodTile, OneshotTile, Tile, dotprod, oneshot, works
 from .dispatch import TABLE_SCHEMA, Figures, LibraryTile, Origin, Rule, Table
-from .errors import ConfigError, UsageError
+from .errors import UsageError
 from .problem import FEW_TOKENS, MAX_EXPERTS, DType, Problem
-from .search import search_space, tokens_span
+from .search import candidate_tiles, tokens_span
 from .survey import SurveyCell, cell_key
 
 __all__ = [
@@ -182,16 +175,12 @@ def _portable(use: OneshotTile, problem: Problem) -> Choice:
     """This tile, or the one most like it whose registers suffice on every target; or none."""
     if oneshot.portable(oneshot.config_for(use, problem)):
         return use
-    tokens, hidden, weight_dtype = problem.tokens, problem.hidden, problem.weight_dtype
-    rounds = _rounds(use, hidden, tokens)
-    like = [
+    fitting = (
         tile
-        for tile in search_space(hidden, tokens, weight_dtype)
-        if isinstance(tile, OneshotTile) and oneshot.portable(oneshot.config_for(tile, problem))
-    ]
-    if not like:
-        return LibraryTile()
-    return min(like, key=lambda tile: _unlike(tile, use, _rounds(tile, hidden, tokens), rounds))
+        for tile in _oneshot_tiles(problem)
+        if oneshot.portable(oneshot.config_for(tile, problem))
+    )
+    return _most_like(use, problem, fitting, problem)
 
 
 def format_table(table: Table) -> str:
@@ -263,45 +252,46 @@ def _general(
     growth = max(weights, 1.0) * max(tokens[1] / nearest.tokens, 1.0)
     if isinstance(nearest.use, LibraryTile) or nearest.cublas.us < growth * nearest.chosen.us:
         return LibraryTile()
-    return _fitted(nearest.use, nearest.hidden, hidden, tokens[1])
+    return _fitted(nearest.use, nearest.hidden, Problem(tokens[1], 1, hidden))
 
 
-def _fitted(use: Tile, measured_hidden: int, hidden: int, tokens: int) -> Choice:
-    """A tile like this one whose registers hold this K, the largest that it will see; or none."""
+def _fitted(use: Tile, measured_hidden: int, problem: Problem) -> Choice:
+    """A tile like this one whose registers hold the problem, the largest of a span; or none."""
     if isinstance(use, OneshotTile):
-        like = [tile for tile in search_space(hidden, tokens) if isinstance(tile, OneshotTile)]
-        if not like:
-            return LibraryTile()
-        if hidden == measured_hidden and use in like:
+        tiles = _oneshot_tiles(problem)
+        if problem.hidden == measured_hidden and use in tiles:
             return use
-        rounds = _rounds(use, measured_hidden, tokens)
-        return min(like, key=lambda tile: _unlike(tile, use, _rounds(tile, hidden, tokens), rounds))
-    if isinstance(use, DotprodTile):
-        problem = Problem(tokens, 1, hidden)
-        backend = BACKENDS[backend_name(use)]
-        try:
-            backend.check(backend.config_for(use, problem))
-        except ConfigError:
-            return LibraryTile()
+        measured = msgspec.structs.replace(problem, hidden=measured_hidden)
+        return _most_like(use, measured, tiles, problem)
+    if isinstance(use, DotprodTile) and not works(dotprod.config_for(use, problem)):
+        return LibraryTile()
     return use
 
 
-def _rounds(tile: OneshotTile, hidden: int, tokens: int) -> int:
-    """How often a tile fills its registers for a K."""
-    return oneshot.config_for(tile, Problem(tokens, 1, hidden)).rounds
+def _oneshot_tiles(problem: Problem) -> list[OneshotTile]:
+    """The tiles of `oneshot` that are worth trying for a problem."""
+    return [tile for tile in candidate_tiles(problem) if isinstance(tile, OneshotTile)]
 
 
-def _unlike(
-    tile: OneshotTile, other: OneshotTile, rounds: int, other_rounds: int
-) -> tuple[float, ...]:
-    """How far two tiles are apart: in how they part the work first, in how a block does it last."""
-    return (
-        abs(math.log2(tile.experts_tile / other.experts_tile)),
-        abs(math.log2(tile.split_k / other.split_k)),
-        abs(rounds - other_rounds),
-        abs(math.log2(tile.vectors / other.vectors)),
-        tile.release != other.release,
-        tile.warps,
-        tile.split_k,
-        tile.vectors,
-    )
+def _most_like(
+    use: OneshotTile, measured: Problem, tiles: Iterable[OneshotTile], problem: Problem
+) -> Choice:
+    """Of tiles for a problem the one most like that of a measured one; the library without any.
+
+    Alike in how they part the work first, in how a block does it last.
+    """
+
+    def unlike(tile: OneshotTile) -> tuple[float, ...]:
+        rounds = oneshot.config_for(tile, problem).rounds
+        return (
+            abs(math.log2(tile.experts_tile / use.experts_tile)),
+            abs(math.log2(tile.split_k / use.split_k)),
+            abs(rounds - oneshot.config_for(use, measured).rounds),
+            abs(math.log2(tile.vectors / use.vectors)),
+            tile.release != use.release,
+            tile.warps,
+            tile.split_k,
+            tile.vectors,
+        )
+
+    return min(tiles, key=unlike, default=LibraryTile())

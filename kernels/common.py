@@ -33,11 +33,13 @@ __all__ = [
     "mma",
     "peer_address",
     "pointer_arguments",
+    "result_address",
     "send_floats",
     "split",
     "store_element",
     "store_element_at",
     "store_sum",
+    "sum_over_warps",
     "sum_pairwise",
     "upper_halves",
     "wait_cluster",
@@ -173,6 +175,22 @@ def sum_pairwise(values: Sequence[Float32]) -> Float32:
         pairs = range(0, len(terms) - 1, 2)
         terms = [terms[i] + terms[i + 1] for i in pairs] + terms[len(terms) // 2 * 2 :]
     return terms[0]
+
+
+def sum_over_warps(source: Int32, count: int, *, warps: int, warp_bytes: int) -> list[Float32]:
+    """Neighbouring sums, each over all warps of a block, by one read a warp.
+
+    `source` is where the first warp keeps them; every other warp does so `warp_bytes` further on.
+    """
+    parts = [load_floats(source + warp * warp_bytes, count) for warp in range(warps)]
+    return [sum_pairwise([part[i] for part in parts]) for i in range(count)]
+
+
+def result_address(out: cute.Pointer, token: Int32, expert: Int32, experts: Int32) -> Int64:
+    """Where an element of the output [M, N] lies, if it lies within; computed here, not later."""
+    element = Int64(token) * Int64(experts) + Int64(expert)
+    address: Int64 = computed_here(out.toint() + element * (out.dtype.width // 8))
+    return address
 
 
 def peer_address(address: Int32, rank: Int32) -> Int32:

@@ -44,9 +44,11 @@ from .common import (
     mma,
     peer_address,
     pointer_arguments,
+    result_address,
     send_floats,
     split,
     store_element_at,
+    sum_over_warps,
     sum_pairwise,
     wait_cluster,
 )
@@ -106,6 +108,7 @@ class Oneshot:
         S, W, V, R = config.split_k, config.warps, config.vectors, config.rounds
         XT = config.experts_tile
         threads = W * WARP
+        warp_bytes = config.tokens * config.pitch * 4
         w_rows = XT // 8  # rows of weights that a lane loads
         x_rows = config.tokens // 8
 
@@ -199,8 +202,8 @@ class Oneshot:
             for start in cutlass.range_constexpr(0, config.owned, threads):
                 index = rank * config.owned + thread + start
                 inbox_places.append(computed_here(inbox.toint() + (thread + start) * 4))
-                results.append(self._result_address(out, index, token0, expert0, experts))
                 expert = expert0 + index % XT
+                results.append(result_address(out, token0 + index // XT, expert, experts))
                 terms.append(epilogue_term(self.epilogue, extra, expert, experts))
             # Here and not before the sums are sent: beside the loads of weights it costs nothing.
             cute.arch.cluster_wait()
@@ -208,8 +211,8 @@ class Oneshot:
             for start in cutlass.range_constexpr(0, config.sums, threads):
                 index = thread + start
                 sources.append(computed_here(self._partial_address(partial, index)))
-                results.append(self._result_address(out, index, token0, expert0, experts))
                 expert = expert0 + index % XT
+                results.append(result_address(out, token0 + index // XT, expert, experts))
                 terms.append(epilogue_term(self.epilogue, extra, expert, experts))
         if const_expr(self.pdl):
             # Per thread: each thread of this block reads x.
@@ -284,7 +287,7 @@ class Oneshot:
         if const_expr(S > 1):
             for n in cutlass.range_constexpr(len(sources)):
                 if (thread + n * threads) * G < sent:
-                    total = self._sum_over_warps(sources[n], G)
+                    total = sum_over_warps(sources[n], G, warps=W, warp_bytes=warp_bytes)
                     send_floats(targets[n], total, bells[n])
             for n in cutlass.range_constexpr(len(results)):
                 slot = thread + n * threads
@@ -310,7 +313,7 @@ class Oneshot:
             for n in cutlass.range_constexpr(len(results)):
                 index = thread + n * threads
                 if index < config.sums:
-                    total = self._sum_over_warps(sources[n], 1)[0]
+                    total = sum_over_warps(sources[n], 1, warps=W, warp_bytes=warp_bytes)[0]
                     value = finished(self.epilogue, total, terms[n])
                     self._store(out, results[n], index, value, token0, tokens, expert0, experts)
 
@@ -334,22 +337,6 @@ class Oneshot:
         offset = index // XT * self.config.pitch + index % XT
         address: Int32 = partial.iterator.toint() + offset * 4
         return address
-
-    def _result_address(
-        self, out: cute.Pointer, index: Int32, token0: Int32, expert0: Int32, experts: Int32
-    ) -> Int64:
-        """Where a sum of the tile goes, if it lies within the output."""
-        XT = self.config.experts_tile
-        element = Int64(token0 + index // XT) * Int64(experts) + Int64(expert0 + index % XT)
-        address: Int64 = computed_here(out.toint() + element * (out.dtype.width // 8))
-        return address
-
-    def _sum_over_warps(self, source: Int32, count: int) -> list[Float32]:
-        """Neighbouring sums of the tile, each over all warps, by one read a warp."""
-        config = self.config
-        warp_bytes = config.tokens * config.pitch * 4
-        parts = [load_floats(source + j * warp_bytes, count) for j in range(config.warps)]
-        return [sum_pairwise([part[i] for part in parts]) for i in range(count)]
 
     @cute.jit
     def _store(

@@ -47,8 +47,10 @@ from .common import (
     mma,
     peer_address,
     pointer_arguments,
+    result_address,
     send_floats,
     store_element_at,
+    sum_over_warps,
     sum_pairwise,
     wait_cluster,
 )
@@ -366,8 +368,7 @@ class Splitk:
             index = rank * owned + thread + start
             token = token0 + index // XT
             expert = expert0 + index % XT
-            element = Int64(token) * Int64(experts) + Int64(expert)
-            results.append(computed_here(out.toint() + element * (out.dtype.width // 8)))
+            results.append(result_address(out, token, expert, experts))
             terms.append(epilogue_term(self.epilogue, extra, expert, experts))
         # Here and not before the sums are sent: beside the wait for x it costs nothing.
         cute.arch.cluster_wait()
@@ -424,8 +425,7 @@ class Splitk:
         cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMERS)
         for n in cutlass.range_constexpr(len(sources)):
             if (thread + n * CONSUMERS) * G < sent:
-                parts = [load_floats(sources[n] + w * warp_bytes, G) for w in range(CONSUMER_WARPS)]
-                totals = [sum_pairwise([part[i] for part in parts]) for i in range(G)]
+                totals = sum_over_warps(sources[n], G, warps=CONSUMER_WARPS, warp_bytes=warp_bytes)
                 send_floats(targets[n], totals, bells[n])
         for n in cutlass.range_constexpr(len(results)):
             slot = thread + n * CONSUMERS

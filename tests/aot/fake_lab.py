@@ -14,7 +14,7 @@ from llbf16_aot.errors import DriverError
 from llbf16_aot.key import CompileKey
 from llbf16_aot.measure import GpuLab
 from llbf16_aot.problem import Problem, Target
-from llbf16_aot.search import PROBES, candidate_keys, probe_key
+from llbf16_aot.search import candidate_keys, probe_keys
 from llbf16_aot.survey import CellKey
 from torch.nn import functional
 
@@ -34,8 +34,8 @@ def candidates(cells: Iterable[CellKey]) -> list[Artifact]:
         Problem(tokens, experts, hidden, weight_dtype=weight_dtype)
         for hidden, experts, weight_dtype, tokens in cells
     ]
-    keys = [probe_key(kind, SM_90A) for kind in PROBES]
-    return [artifact_for(key) for key in (*keys, *candidate_keys(problems, SM_90A))]
+    keys = (*probe_keys([SM_90A]), *candidate_keys(problems, SM_90A))
+    return [artifact_for(key) for key in keys]
 
 
 class Clock:
