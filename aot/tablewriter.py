@@ -38,6 +38,13 @@ EXPERTS_BANDS = (64, 192, 448, 1024, 2048)
 
 TOKENS_BANDS = ((1, 4), (5, 8), (9, 16), (17, 32), (33, FEW_TOKENS))
 
+GENERAL_LEAD = 1.1
+"""How many times as fast as the library a tile must be at a measured shape to serve others, too.
+
+Beside a shape where a kernel led by a fiftieth it was level with the library, and of 206 cells beside
+measured ones two lost more than a tenth of their lead (`docs/results/h200_unmeasured.txt`).
+"""
+
 
 class _Span(NamedTuple):
     tokens: tuple[int, int]
@@ -235,9 +242,9 @@ def _general(
 ) -> Choice:
     """What serves a span of tokens up to this K and N.
 
-    The library, or a tile like that of the nearest measured cell: a kernel is taken only where its
-    measured lead bears the way from there to the span's largest problem, if the kernel's time grew
-    with K, N and M and the library's not at all.
+    The library, or a tile like that of the nearest measured cell: a kernel is taken only where
+    GENERAL_LEAD would be left of its measured lead at the span's largest problem, if the kernel's
+    time grew with K, N and M from there and the library's not at all.
     """
     within = [cell for cell in cells if tokens[0] <= cell.tokens <= tokens[1]] or cells
 
@@ -250,7 +257,9 @@ def _general(
     nearest = max((c for c in within if distance(c) == shape), key=lambda cell: cell.tokens)
     weights = hidden * experts / (nearest.hidden * nearest.experts)
     growth = max(weights, 1.0) * max(tokens[1] / nearest.tokens, 1.0)
-    if isinstance(nearest.use, LibraryTile) or nearest.cublas.us < growth * nearest.chosen.us:
+    if isinstance(nearest.use, LibraryTile):
+        return LibraryTile()
+    if nearest.cublas.us < GENERAL_LEAD * growth * nearest.chosen.us:
         return LibraryTile()
     return _fitted(nearest.use, nearest.hidden, Problem(tokens[1], 1, hidden))
 

@@ -212,6 +212,19 @@ def test_a_lead_that_does_not_bear_the_way_leaves_a_shape_to_the_library() -> No
     assert few.tile_for(Problem(64, 256, 7168)) == LibraryTile()
 
 
+def test_a_lead_as_small_as_what_neighbours_differ_by_holds_where_it_was_measured_only() -> None:
+    """Catches a tile level with the library: at K 12224, N 2032, M 16 it took 17.48 us for 17.46.
+
+    At K 12288, N 2048 that tile had taken 17.11 for 17.42.
+    """
+    tile = OneshotTile(16, 8, 8, 6)
+    close = table_of([cell(12288, 2048, 16, tile, us=17.11, cublas_us=17.42)])
+    assert close.tile_for(Problem(16, 2048, 12288)) == tile
+    assert close.tile_for(Problem(16, 2032, 12224)) == LibraryTile()
+    clear = table_of([cell(12288, 2048, 16, tile, us=13.31, cublas_us=17.44)])
+    assert clear.tile_for(Problem(16, 2032, 12224)) == tile
+
+
 def test_a_general_rule_has_the_very_tile_that_was_measured_at_its_end() -> None:
     """Catches one with half the warps and two rounds, or with another release, in its place."""
     for tile in (OneshotTile(16, 8, 16, 4), OneshotTile(8, 8, 16, 4, release="wait")):
