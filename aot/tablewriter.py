@@ -33,16 +33,19 @@ HIDDEN_BANDS = (512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
 LARGE_BANDS = (10240, 12288, 16384, 32768)
 """Further spans, as far as shapes of them were measured: smaller K say little about them."""
 
-EXPERTS_BANDS = (64, 192, 448, 1024, 2048)
-"""Upper ends of the spans of N; beyond the last nothing was measured, and the library is chosen."""
+EXPERTS_BANDS = (64, 192, 256, 448, 512, 1024, 2048)
+"""Upper ends of the spans of N; beyond the last nothing was measured, and the library is chosen.
+
+256 and 512 are what routers have most often, and should not be judged by what lies above them.
+"""
 
 TOKENS_BANDS = ((1, 4), (5, 8), (9, 16), (17, 32), (33, FEW_TOKENS))
 
 GENERAL_LEAD = 1.1
 """How many times as fast as the library a tile must be at a measured shape to serve others, too.
 
-Beside a shape where a kernel led by a fiftieth it was level with the library, and of 206 cells beside
-measured ones two lost more than a tenth of their lead (`docs/results/h200_unmeasured.txt`).
+Beside a shape where a kernel led by a fiftieth it was level with the library, and two of 206 cells
+lost more than a tenth of the lead of the measured cell that they follow (docs/notes/kernels.md).
 """
 
 

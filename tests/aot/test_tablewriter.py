@@ -195,6 +195,20 @@ def test_where_the_library_wins_everywhere_near_the_general_rule_says_so() -> No
     assert isinstance(table.tile_for(Problem(12, 100, 7168)), OneshotTile)
 
 
+def test_256_and_512_experts_are_not_judged_by_what_lies_above_them() -> None:
+    """Catches 512 experts left to the library because it is faster with 1024.
+
+    At K 7168, M 32 `oneshot` took 3.54 us with 448 experts, the library 7.50 with 512.
+    """
+    tile = OneshotTile(32, 7, 8, 4)
+    for common, above in ((256, 448), (512, 1024)):
+        cells = [cell(7168, common - 64, 32, tile, us=3.54, cublas_us=7.55)]
+        cells += [cell(7168, above, 32, LibraryTile())]
+        table = table_of(cells)
+        assert table.tile_for(Problem(32, common, 7160)) == tile
+        assert table.tile_for(Problem(32, common + 1, 7160)) == LibraryTile()
+
+
 def test_a_lead_that_does_not_bear_the_way_leaves_a_shape_to_the_library() -> None:
     """Catches a kernel slower than the library: one that was 1.3 times as fast on half the weights.
 
