@@ -48,6 +48,9 @@ Beside a shape where a kernel led by a fiftieth it was level with the library, a
 lost more than a tenth of the lead of the measured cell that they follow (docs/notes/kernels.md).
 """
 
+GENERAL_REACH = 1.0
+"""How far a general rule looks for shapes beside the nearest: one octave of K, or two of N."""
+
 
 class _Span(NamedTuple):
     tokens: tuple[int, int]
@@ -243,28 +246,40 @@ def _spans(cells: Sequence[SurveyCell], hidden: int, experts: int) -> tuple[_Spa
 def _general(
     cells: Sequence[SurveyCell], hidden: int, experts: int, tokens: tuple[int, int]
 ) -> Choice:
-    """What serves a span of tokens up to this K and N.
+    """What serves a span of tokens up to this K and N: a tile like a measured one, or the library.
 
-    The library, or a tile like that of the nearest measured cell: a kernel is taken only where
-    GENERAL_LEAD would be left of its measured lead at the span's largest problem, if the kernel's
-    time grew with K, N and M from there and the library's not at all.
+    It follows the nearest measured shape whose lead bears the way: GENERAL_LEAD must be left of it
+    at the span's largest problem, if the kernel's time grew with K, N and M from there and the
+    library's not at all. A shape that is no larger, and where no kernel leads by as much, ends the
+    search, and so does the end of GENERAL_REACH; the library is chosen then.
     """
     within = [cell for cell in cells if tokens[0] <= cell.tokens <= tokens[1]] or cells
+    shapes: dict[tuple[int, int], SurveyCell] = {}
+    for cell in sorted(within, key=cell_key):
+        shapes[cell.hidden, cell.experts] = cell  # the one with the most tokens
 
-    def distance(cell: SurveyCell) -> tuple[float, int, int]:
+    def growth(cell: SurveyCell) -> float:
+        weights = hidden * experts / (cell.hidden * cell.experts)
+        return max(weights, 1.0) * max(tokens[1] / cell.tokens, 1.0)
+
+    def apart(cell: SurveyCell) -> float:
         # K decides which tiles fit at all; N only how many thread blocks there are.
-        apart = abs(math.log2(cell.hidden / hidden)) + abs(math.log2(cell.experts / experts)) / 2
-        return apart, cell.hidden, cell.experts
+        return abs(math.log2(cell.hidden / hidden)) + abs(math.log2(cell.experts / experts)) / 2
 
-    shape = min(map(distance, within))
-    nearest = max((c for c in within if distance(c) == shape), key=lambda cell: cell.tokens)
-    weights = hidden * experts / (nearest.hidden * nearest.experts)
-    growth = max(weights, 1.0) * max(tokens[1] / nearest.tokens, 1.0)
-    if isinstance(nearest.use, LibraryTile):
-        return LibraryTile()
-    if nearest.cublas.us < GENERAL_LEAD * growth * nearest.chosen.us:
-        return LibraryTile()
-    return _fitted(nearest.use, nearest.hidden, Problem(tokens[1], 1, hidden))
+    nearest_first = sorted(shapes.values(), key=lambda c: (apart(c), growth(c), cell_key(c)))
+    for cell in nearest_first:
+        if apart(cell) > max(GENERAL_REACH, apart(nearest_first[0])):
+            break
+        lead = 1.0
+        if not isinstance(cell.use, LibraryTile):
+            lead = cell.cublas.us / cell.chosen.us
+            if lead >= GENERAL_LEAD * growth(cell):
+                use = _fitted(cell.use, cell.hidden, Problem(tokens[1], 1, hidden))
+                if not isinstance(use, LibraryTile):
+                    return use
+        if lead < GENERAL_LEAD and cell.hidden <= hidden and cell.experts <= experts:
+            break
+    return LibraryTile()
 
 
 def _fitted(use: Tile, measured_hidden: int, problem: Problem) -> Choice:
