@@ -132,7 +132,7 @@ def measured_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
 
 
 def general_rules(cells: Sequence[SurveyCell]) -> tuple[Rule, ...]:
-    """Rules for what was not measured: by K, N and M as the nearest measured shape, or the library.
+    """Rules for what was not measured: by K, N and M as a measured shape near by, or the library.
 
     Every supported problem with bf16 weights finds one, and no tile fails its family's `check`.
     With fp32 weights `fp32_tiles` decides what was not measured.
@@ -270,20 +270,18 @@ def _general(
     for cell in nearest_first:
         if apart(cell) > max(GENERAL_REACH, apart(nearest_first[0])):
             break
-        lead = 1.0
-        if not isinstance(cell.use, LibraryTile):
-            lead = cell.cublas.us / cell.chosen.us
-            if lead >= GENERAL_LEAD * growth(cell):
-                use = _fitted(cell.use, cell.hidden, Problem(tokens[1], 1, hidden))
-                if not isinstance(use, LibraryTile):
-                    return use
-        if lead < GENERAL_LEAD and cell.hidden <= hidden and cell.experts <= experts:
+        lead = cell.cublas.us / cell.chosen.us  # 1 where the library was chosen
+        if lead >= GENERAL_LEAD * growth(cell):
+            use = _fitted(cell.use, cell.hidden, Problem(tokens[1], 1, hidden))
+            if not isinstance(use, LibraryTile):
+                return use
+        elif lead < GENERAL_LEAD and cell.hidden <= hidden and cell.experts <= experts:
             break
     return LibraryTile()
 
 
-def _fitted(use: Tile, measured_hidden: int, problem: Problem) -> Choice:
-    """A tile like this one whose registers hold the problem, the largest of a span; or none."""
+def _fitted(use: Choice, measured_hidden: int, problem: Problem) -> Choice:
+    """A choice like this one for the largest problem of a span; the library where no tile fits."""
     if isinstance(use, OneshotTile):
         tiles = _oneshot_tiles(problem)
         if problem.hidden == measured_hidden and use in tiles:

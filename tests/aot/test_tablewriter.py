@@ -239,9 +239,7 @@ def test_a_lead_as_small_as_what_neighbours_differ_by_holds_where_it_was_measure
         assert table.tile_for(Problem(16, 2032, 12224)) == beside
 
 
-def test_a_shape_follows_a_farther_one_where_the_lead_of_the_nearest_does_not_bear_the_way() -> (
-    None
-):
+def test_where_the_nearest_lead_does_not_bear_the_way_a_farther_shape_is_followed() -> None:
     """Catches 192 experts left to the library because of 256, where 128 had led by twice.
 
     At K 8704, N 74, M 64 the library took 9.32 us, and a kernel 2.89 before.
