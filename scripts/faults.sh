@@ -4,8 +4,9 @@
 #   scripts/faults.sh         at CI size; shows the rows, and writes them to build/faults.json
 #   scripts/faults.sh --full  at full size; writes docs/results/faults.json and docs/results/faults.md
 #
-# Further arguments go to pytest. As root, with strace, mkfs.ext4, losetup and mount, all rows run; a row
-# that lacks what it needs is listed as skipped, with the reason. PYTHON and VENV: see test.sh.
+# Further arguments go to pytest. As root, with strace, mkfs.ext4, losetup and mount, in a checkout that other
+# users can read, all rows run; a row that lacks what it needs is listed as skipped, with the reason.
+# PYTHON and VENV: see test.sh.
 
 set -euo pipefail
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,16 +41,6 @@ def artifact() -> Artifact:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
-
-
-@pytest.fixture
-def nobody_folder() -> Iterator[Path]:
-    """A folder that user NOBODY owns and can reach, which pytest's own folders do not allow."""
-    path = Path(tempfile.mkdtemp(prefix="llbf16-aot-test-"))
-    os.chown(path, NOBODY, NOBODY)
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
 
 
 def temporary_files(store: Store) -> list[str]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from children import NOBODY
 from faults.builds import instant_compiler
 from faults.harness import run_tool
 from faults.recorder import FULL, TALLY
@@ -67,13 +66,3 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 def fake_compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Lets builds compile at once, to cubins of as many bytes as it is called with."""
     return lambda size_bytes: instant_compiler(monkeypatch, size_bytes, lambda key: None)
-
-
-@pytest.fixture
-def nobody_folder() -> Iterator[Path]:
-    """A folder that user NOBODY owns and can reach, which pytest's own folders do not allow."""
-    path = Path(tempfile.mkdtemp(prefix="llbf16-aot-faults-"))
-    os.chown(path, NOBODY, NOBODY)
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
